@@ -1,0 +1,1043 @@
+"""DPPO, Divergence Proximal Policy Optimization (arXiv:2602.04879): one batch's way, in one file.
+
+    python dppo.py                                      a laptop: makes its own tiny base model
+    python dppo.py --model Qwen/Qwen3-1.7B-Base         one GPU, on DAPO-Math-17k
+    python dppo.py --model DIR --dataset FILE.jsonl     anything else; see --help
+
+Given a prompt x, the inference engine samples y = (y_1 .. y_T); s_t = (x, y_<t). Then
+
+    A    =  R(y) - mean of R over the prompt's group                             group_advantages
+    r_t  =  pi(y_t|s_t) / mu(y_t|s_t)
+    D_t  =  TV or KL between mu(.|s_t) and pi(.|s_t), with unlisted tokens pooled          tv, kl
+    M_t  =  0 if the update moves r_t away from 1 and D_t > delta, else 1               keep_mask
+    maximise  E_mu sum_t M_t r_t A,  by the gradient  M_t min(r_t, C) A grad log pi   policy_loss
+
+PPO is the case D_t = |r_t - 1|, and every method that the paper compares with is a row of METHODS.
+Statements and proofs are in theory.md; `theory.md#...` names the block that a line comes from.
+
+    paper        here           shape     what
+    y_t          y_ids[:, 0]    (N, 1+K)  slot 0 is y_t, the other slots TopK(mu) without y_t
+    mu           mu, logmu      (N, 1+K)  the engine's law, recorded as it samples, never recomputed
+    pi           pi, logpi      (N, 1+K)  the trainer's law; only log pi(y_t) carries a gradient
+    pi_theta'    old            (N, 1+K)  the trainer's law at the rollout's weights
+    R, A         R, A           (N,)      of the whole response (R is the reward, r the ratio)
+    D, delta, M  D, delta, keep (N,)      keep is M as a bool
+
+N counts the response tokens of a batch one after the other, so there is no padding to mask. An
+absent slot (y_t stands among the top K already) has logmu = logpi = -inf. Binary is K = 0.
+
+Absent on purpose: reference model, critic, entropy bonus, LoRA, multi-turn and async rollouts.
+"""
+
+import argparse
+import importlib
+import json
+import logging
+import math
+import multiprocessing
+import os
+import random
+import re
+import signal
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields, replace
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
+
+# vLLM and torch each keep a pool of threads; pools that spin while idle starve each other.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import torch
+from torch import Tensor
+
+INF = math.inf
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+AUTO_DTYPE = "bfloat16" if DEVICE == "cuda" else "float32"
+DAPO = "BytedTsinghua-SIA/DAPO-Math-17k"
+INSTRUCTION = 'Think step by step, then end with a line "Answer: X" where X is the final answer.'
+DTYPES, AGGS = ["auto", "float32", "bfloat16"], ["constant", "token-mean"]
+
+# ------------------------------------------------------------------------------- configuration
+
+
+def flag(default, text, kind=None, **kwargs):
+    return field(default=default, metadata=dict(help=text, type=kind or type(default), **kwargs))
+
+
+@dataclass
+class Args:
+    # "paper": from the authors' recipe for their 30B run. None: see the text.
+    model: str = flag("", "hub id or directory; without it the toy model, set up by toy/lm.py")
+    dataset: str = flag(DAPO, ".jsonl, .json or .parquet file, or hub NAME[:CONFIG]")
+    prompt_column: str = flag("", "column of the prompt, for rows of no known shape")
+    answer_column: str = flag("", "column of the answer, for rows of no known shape")
+    instruction: str = flag(INSTRUCTION, "added to a plain-text question; chats bring their own")
+    solve_rate: tuple = flag((0.0, 1.0), "keep the prompts that the model solves this often")
+    solve_rate_samples: int = flag(16, "samples a prompt to estimate --solve-rate")
+    eval_dataset: str = flag("", 'like --dataset, or "train": the training prompts; none: no eval')
+    eval_every: int = flag(20, "steps between evaluations")
+    eval_samples: int = flag(4, "samples a prompt in an evaluation, at the training temperature")
+    stop_at: float = flag(None, "stop at this evaluation accuracy", float)
+
+    engine: str = flag("auto", "auto: vllm if installed", choices=["auto", "vllm", "hf"])
+    engine_dtype: str = flag("auto", "auto: bfloat16 on a GPU, else float32", choices=DTYPES)
+    gpu_memory: float = flag(0.4, "share of the GPU for vLLM while it samples; 0 while training")
+    prompts_per_step: int = flag(64, "prompts a rollout (paper: 256; a quarter, for one GPU)")
+    group_size: int = flag(16, "samples a prompt, G (paper)")
+    temperature: float = flag(1.0, "of mu and of pi (paper)")
+    max_prompt: int = flag(2048, "tokens; longer prompts are dropped and counted")
+    max_response: int = flag(8192, "tokens, T (paper)")
+
+    method: str = flag("dppo-binary-tv", "a row of METHODS (the paper's first choice)")
+    delta: float = flag(None, "radius for both signs of A; None: the row's", float)
+    delta_low: float = flag(None, "radius for A < 0", float)
+    delta_high: float = flag(None, "radius for A > 0", float)
+    top_k: int = flag(None, "K of the divergence (not of the sampling); 0 is Binary", int)
+    is_cap: float = flag(None, "C in min(r, C)", float)
+    normalize_std: bool = flag(False, "divide A by the group's standard deviation, as GRPO does")
+    loss_agg: str = flag("constant", "sum / (sequences * max_response): paper", choices=AGGS)
+
+    steps: int = flag(500, "rollouts")
+    minibatches: int = flag(8, "optimizer steps a rollout (paper: 256 prompts / 32)")
+    lr: float = flag(1e-6, "AdamW, constant (paper)")
+    weight_decay: float = flag(0.0, "AdamW")
+    max_grad_norm: float = flag(1.0, "gradient clipping")
+    micro_batch_tokens: int = flag(16384, "padded tokens a forward; memory only, never results")
+    head_chunk: int = flag(1024, "tokens whose logits exist at once; memory only, never results")
+    seed: int = flag(0, "with --engine hf on a CPU a run repeats exactly")
+    out: str = flag("", "new directory for the run; default runs/METHOD-MODEL-TIME")
+    tracker: str = flag("none", "log there too", choices=["none", "wandb", "trackio"])
+    trust_remote_code: bool = flag(False, "run code that the model directory brings")
+
+
+def die(message, code=2):
+    """End with one line that says what is wrong and what to do. code 2: the input, 1: the run."""
+    print("dppo:", " ".join(str(message).split()), file=sys.stderr)
+    raise SystemExit(code)
+
+
+def parse_args(argv=None) -> Args:
+    formatter = argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser("dppo.py", formatter_class=formatter, allow_abbrev=False)
+    parser.error = lambda message: die(
+        f"{message}. --help lists the flags. There is none for top-p, min-p or penalties: "
+        "a truncated sampler is not the mu of the theory"
+    )
+    for f in fields(Args):
+        kwargs = dict(f.metadata, default=f.default)
+        if f.type is bool:
+            kwargs = dict(help=kwargs["help"], default=False, action="store_true")
+        if f.type is tuple:
+            kwargs.update(type=float, nargs=2, metavar=("LOW", "HIGH"))
+        parser.add_argument("--" + f.name.replace("_", "-"), **kwargs)
+    if not parser.parse_args(argv).model:
+        from toy import lm
+
+        parser.set_defaults(**lm.SETTINGS)
+    args = Args(**vars(parser.parse_args(argv)))
+    for f in fields(Args):
+        value = getattr(args, f.name)
+        positive = f.name not in ("delta_low", "delta_high", "top_k", "weight_decay", "seed")
+        if f.type in (int, float) and value is not None and not (value > 0 or not positive):
+            die(f"--{f.name.replace('_', '-')} must be positive, not {value}")
+    if args.group_size < 2:
+        die("--group-size must be 2 or more: A compares the samples of a prompt with each other")
+    if args.minibatches > args.prompts_per_step:
+        die(f"--prompts-per-step must be at least --minibatches, {args.minibatches}")
+    if not args.model and args.dataset != Args.dataset:
+        die("--dataset needs --model: the toy model only knows the toy problems")
+    if args.out and Path(args.out).exists() and any(Path(args.out).iterdir()):
+        die(f"--out {args.out} holds another run; name a new directory")
+    return args
+
+
+# ------------------------------------------------------------------------------ task and reward
+
+
+@dataclass
+class Problem:
+    text: str  # the prompt as the model sees it
+    ids: list  # the same as token ids: x
+    gold: str  # the right answer
+
+
+# (prompt column, answer column): DAPO-Math, GSM8K, MATH-500, MATH, and the plainest of all
+SHAPES = [("prompt", "reward_model"), ("question", "answer"), ("problem", "answer")]
+SHAPES += [("problem", "solution"), ("prompt", "answer")]
+
+
+def read_rows(source):
+    """The rows of a file or of a hub data set, as dicts."""
+    from datasets import disable_progress_bars, load_dataset
+
+    disable_progress_bars()
+    kind = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}.get(Path(source).suffix)
+    try:
+        if kind:
+            return load_dataset(kind, data_files=source, split="train")
+        return load_dataset(*source.split(":", 1), split="train")
+    except Exception as error:
+        die(f"cannot read {source}: {error.__cause__ or error} (no hub? --dataset takes files)")
+
+
+def load_problems(source, args, tokenizer, grader):
+    """Each prompt once, with its answer. What is left out is counted and said."""
+    rows = read_rows(source)
+    named, columns = (args.prompt_column, args.answer_column), rows.column_names
+    shape = next((s for s in ([named] if any(named) else SHAPES) if {*s} <= {*columns}), None)
+    if shape is None:
+        die(f"{source} has the columns {columns}: name yours by --prompt-column, --answer-column")
+    dropped, golds_of, problems = Counter(), {}, []
+    for row in rows:
+        question, gold = (row.get(column) for column in shape)
+        gold = gold.get("ground_truth") if isinstance(gold, dict) else gold
+        if not question or not isinstance(gold, (str, int, float)) or not str(gold).strip():
+            dropped["without prompt or answer"] += 1
+            continue
+        if isinstance(question, str):
+            text = f"{question}\n{args.instruction}" if args.instruction else question
+            question = [{"role": "user", "content": text}]
+        golds = golds_of.setdefault(json.dumps(question), set())
+        dropped["duplicate"] += bool(golds)  # DAPO-Math-17k holds each prompt about 100 times
+        golds.add(final_answer(str(gold)) or str(gold).strip())
+    for question, golds in golds_of.items():
+        text, ids = encode(tokenizer, json.loads(question))
+        if len(golds) > 1:
+            dropped["with contradicting answers"] += 1
+        elif len(ids) > args.max_prompt:
+            dropped[f"longer than {args.max_prompt} tokens"] += 1
+        elif not grader.same(*golds, *golds):
+            dropped["whose answer the grader cannot read"] += 1
+        else:
+            problems.append(Problem(text, ids, *golds))
+    why = ", ".join(f"{n:,} {reason}" for reason, n in dropped.items() if n) or "none"
+    say(f"{source}: {len(rows):,} rows, {len(problems):,} prompts; dropped: {why}")
+    return problems or die(f"{source}: no row is left to train on")
+
+
+def encode(tokenizer, messages):
+    """Chat template if there is one, else bare text, and BOS once: a template writes its own."""
+    if tokenizer.chat_template:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    else:
+        text = "\n".join(message["content"] for message in messages)
+    return text, tokenizer.encode(text, add_special_tokens=not tokenizer.chat_template)
+
+
+BRACED = r"[^{}]*"
+for _ in range(5):  # a complete \boxed{}, with braces in braces
+    BRACED = rf"(?:[^{{}}]|\{{{BRACED}\}})*"
+BOXED = re.compile(rf"\\boxed\s*\{{({BRACED})\}}")
+MARKED = re.compile(rf"{BOXED.pattern}|(?:answer\s*:|####)[\s*]*([^\n]+)", re.IGNORECASE)
+NUMBER = re.compile(r"[+-]?\d{1,40}(\.\d{1,40}|/0*[1-9]\d{0,39})?")
+UNDONE = re.compile(r"\d\s*[-+*/]\s*\d")
+
+
+def final_answer(text):
+    """The last complete \\boxed{...} or what follows the last "Answer:" or "####" on its line,
+    whichever comes last; one word alone is an answer too; "" if there is none."""
+    found = MARKED.findall(text)  # pairs, of which one half is empty
+    answer = "".join(found[-1]) if found else text if len(text.split()) == 1 else ""
+    answer = (BOXED.findall(answer) or [answer])[-1]  # "Answer: \\boxed{4}"
+    answer = re.sub(r"(?<=\d),(?=\d{3}\b)", "", answer)  # 1,234 is 1234
+    return answer.strip(" $*").removesuffix(".").strip()
+
+
+def equivalent(answer, gold):
+    """Do two LaTeX answers say the same? Runs in the grader's process."""
+    from math_verify import parse, verify
+
+    parsed = [parse(f"\\boxed{{{side}}}", parsing_timeout=None) for side in (gold, answer)]
+    return all(parsed) and bool(verify(*parsed, timeout_seconds=None))
+
+
+class Grader:
+    """R(y) = 1 if the final answer equals the gold answer, else 0.
+
+    Numbers are compared here. The rest goes to math-verify in a process of its own: an answer such
+    as 9^{9^{9^{9}}} keeps it busy in C, where only a kill ends it.
+    """
+
+    SECONDS, BATCH_SECONDS, CHARACTERS = 1.0, 60.0, 500  # bounds of an answer, a batch, an answer
+
+    def __init__(self):
+        self.pool, self.deadline, self.timeouts = None, INF, 0
+
+    def __call__(self, texts, golds):
+        """B texts and B gold answers -> R (B,)"""
+        self.deadline = time.monotonic() + self.BATCH_SECONDS
+        pairs = zip(map(final_answer, texts), golds)
+        R = torch.tensor([float(self.same(*pair)) for pair in pairs])
+        self.deadline = INF
+        return R
+
+    def same(self, answer, gold):
+        if NUMBER.fullmatch(gold):
+            answer = answer.rsplit("=")[-1].strip()  # "3 + 4 = 7" is 7
+            if NUMBER.fullmatch(answer):
+                return Fraction(answer) == Fraction(gold)
+            if UNDONE.search(answer):  # "3 + 4" repeats the question
+                return False
+        if not answer or len(answer) > self.CHARACTERS or time.monotonic() > self.deadline:
+            return False
+        if self.pool is None:  # spawn: forking a process full of threads may hang
+            self.pool = multiprocessing.get_context("spawn").Pool(1, start_worker)
+            self.pool.apply(equivalent, ("x", "x"))  # the slow import is not the answer's fault
+        try:
+            return self.pool.apply_async(equivalent, (answer, gold)).get(self.SECONDS)
+        except multiprocessing.TimeoutError:
+            self.timeouts += 1
+            self.close()
+            return False
+
+    def close(self):
+        if self.pool is not None:
+            self.pool.terminate()
+        self.pool = None
+
+
+def start_worker():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer
+    logging.disable(logging.WARNING)  # math-verify asks for the time limit that Grader keeps
+
+
+# -------------------------------------------------------------------------------------- rollout
+
+
+@dataclass
+class Sample:
+    """One response. What the engine returns: x, y_t, and mu at the sampling temperature."""
+
+    prompt: list  # x, token ids
+    y_ids: Tensor  # (T, 1+K) int64; a sampled EOS is y_T
+    logmu: Tensor  # (T, 1+K) float32
+    stopped: bool  # by EOS; False: cut at max_response
+    problem: Problem = None
+    text: str = ""
+    R: float = math.nan
+    A: float = math.nan
+    old: Tensor = None  # (T, 1+K) log pi_theta'
+
+
+def slots(y, logmu_y, top, logmu_top):
+    """y (..., 1) and the top K (..., K), with log-probs -> y_ids, logmu (..., 1+K): y only once."""
+    logmu_top = logmu_top.masked_fill(top == y, -INF)
+    return torch.cat([y, top], -1), torch.cat([logmu_y, logmu_top], -1)
+
+
+class VllmEngine:
+    """vLLM in this process: token ids in, samples out."""
+
+    def __init__(self, args, eos, K):
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # push() hands tensors over
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB, on a CPU
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        import vllm
+
+        set_threads, threads = torch.set_num_threads, torch.get_num_threads()
+        self.dtype = args.engine_dtype.replace("auto", AUTO_DTYPE)
+        self.llm = vllm.LLM(
+            args.model,
+            dtype=self.dtype,
+            seed=args.seed,
+            trust_remote_code=args.trust_remote_code,
+            max_model_len=args.max_prompt + args.max_response,
+            max_logprobs=max(1, K),
+            logprobs_mode="processed_logprobs",  # after the temperature: the law that samples
+            generation_config="vllm",  # not the model's own, which may change the sampler
+            gpu_memory_utilization=args.gpu_memory,
+            enable_sleep_mode=DEVICE == "cuda",
+            enforce_eager=DEVICE == "cpu",
+            use_tqdm_on_load=False,
+        )
+        set_threads(threads)  # LLM() keeps torch to fewer cores and replaces the function
+        # what is not named keeps SamplingParams' own default: no truncation and no penalty
+        self.params = vllm.SamplingParams(
+            temperature=args.temperature,
+            max_tokens=args.max_response,
+            stop_token_ids=eos,
+            logprobs=K,
+            flat_logprobs=True,
+            detokenize=False,
+        )
+        self.K, self.asleep = K, False
+
+    def push(self, model):
+        """The trainer's weights, and no prefix that older weights computed. state_dict and not
+        named_parameters: without the tied head in it, an engine on a CPU keeps its old copy."""
+        if self.asleep:
+            torch.cuda.empty_cache()
+            self.llm.wake_up()
+            self.asleep = False
+        weights = iter(model.state_dict().items())
+        self.llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=weights))
+        if not self.llm.reset_prefix_cache():
+            die("vLLM keeps prefixes that old weights computed", 1)
+
+    def generate(self, prompts, n):
+        """P prompts (lists of token ids) -> P * n samples, the n of a prompt side by side."""
+        self.params.n = n
+        inputs = [dict(prompt_token_ids=ids) for ids in prompts]
+        samples = []
+        for request in self.llm.generate(inputs, self.params, use_tqdm=False):
+            for out in request.outputs:
+                # per token: y_t, then the sorted top K, where y_t may stand again
+                ids = torch.tensor(out.logprobs.token_ids).view(-1, 1 + self.K)
+                logp = torch.tensor(out.logprobs.logprobs).view(-1, 1 + self.K)
+                y_ids, logmu = slots(ids[:, :1], logp[:, :1], ids[:, 1:], logp[:, 1:])
+                stopped = out.finish_reason == "stop"
+                samples.append(Sample(request.prompt_token_ids, y_ids, logmu, stopped))
+        if [s.prompt for s in samples[::n]] != prompts:
+            die("vLLM changed the prompts' token ids", 1)
+        return samples
+
+    def sleep(self):
+        """Lend the GPU's memory to the trainer (level 1: the weights wait on the host)."""
+        if DEVICE == "cuda":
+            self.llm.sleep(level=1)
+            self.asleep = True
+
+
+class HfEngine:
+    """The same in plain PyTorch, on the trainer's own module: slow, runs anywhere, and the oracle
+    of the tests."""
+
+    ROWS = 256  # sampled at once
+
+    def __init__(self, args, eos, K):
+        self.args, self.eos, self.K, self.dtype = args, torch.tensor(eos), K, AUTO_DTYPE
+
+    def push(self, model):
+        self.model = model
+
+    def sleep(self):
+        pass
+
+    def generate(self, prompts, n):
+        rows = [ids for ids in prompts for _ in range(n)]
+        cuts = (rows[i : i + self.ROWS] for i in range(0, len(rows), self.ROWS))
+        return [sample for cut in cuts for sample in self.generate_rows(cut)]
+
+    @torch.no_grad()
+    def generate_rows(self, rows):
+        P = max(map(len, rows))
+        pad = lambda row, value: [0] * (P - len(row)) + value  # on the left: all end together
+        ids = torch.tensor([pad(row, row) for row in rows], device=DEVICE)  # (B, P)
+        seen = torch.tensor([pad(row, [1] * len(row)) for row in rows], device=DEVICE)
+        alive, cache, steps = torch.ones_like(ids[:, 0], dtype=torch.bool), None, []
+        while alive.any() and len(steps) < self.args.max_response:
+            position = (seen.cumsum(-1) - 1).clamp_min(0)[:, -ids.shape[1] :]
+            with autocast():
+                out = self.model(
+                    input_ids=ids,
+                    attention_mask=seen,
+                    position_ids=position,
+                    past_key_values=cache,
+                    use_cache=True,
+                    logits_to_keep=1,
+                )
+            cache = out.past_key_values
+            logp = (out.logits[:, -1].float() / self.args.temperature).log_softmax(-1)  # (B, V)
+            y, top = torch.multinomial(logp.exp(), 1), logp.topk(self.K)
+            steps.append((*slots(y, logp.gather(-1, y), top.indices, top.values), alive))
+            alive = alive & ~torch.isin(y[:, 0], self.eos.to(DEVICE))
+            ids, seen = y, torch.cat([seen, torch.ones_like(y)], -1)
+        y_ids, logmu, valid = (torch.stack(x, 1).cpu() for x in zip(*steps))
+        rest = zip(rows, y_ids, logmu, valid.sum(-1), alive.tolist())
+        return [Sample(row, y[:T], lp[:T], not cut) for row, y, lp, T, cut in rest]
+
+
+# === ALGORITHM === from rewards to the loss: pure functions, all that another trainer needs =======
+# ---------------------------------------------------------------------------------- advantages
+
+
+def group_advantages(rewards, group_size, normalize_std=False):
+    """A = R - mean of the group, and exactly 0 in a group that agrees. theory.md#loss
+
+    rewards (B,), the group_size >= 2 samples of a prompt side by side -> A (B,) float32.
+    normalize_std divides by the group's population standard deviation (GRPO); the paper does not.
+    Raises ValueError for groups of one and for rewards that are not finite.
+    """
+    R = torch.as_tensor(rewards, dtype=torch.float64)
+    if group_size < 2 or len(R) % group_size:
+        raise ValueError(f"{len(R)} rewards do not form groups of {group_size} (2 or more)")
+    if not R.isfinite().all():
+        raise ValueError("a reward is not finite")
+    R = R.view(-1, group_size)
+    A = R - R.mean(-1, keepdim=True)
+    if normalize_std:
+        A = A / R.std(-1, correction=0, keepdim=True).clamp_min(1e-12)
+    # the mean of equal rewards may miss them by one ulp, which the division would blow up
+    return A.masked_fill((R == R[:, :1]).all(-1, keepdim=True), 0.0).flatten().float()
+
+
+# ---------------------------------------------------------------------------------- divergence
+# Each distance takes the probabilities (..., 1+K) of an anchor (mu, or pi_theta') and of pi on the
+# same tokens, slot 0 = y_t, and returns (...). Pooling all other tokens into one outcome can only
+# lower TV and KL, so each is a lower bound of the full divergence. theory.md#coarsening
+
+RESOLUTION = 1e-7  # of a float32 softmax beside 1: a smaller 1 - sum(p) is rounding
+
+
+def with_rest(p):
+    """(..., 1+K) -> (..., 2+K): the mass of the unlisted tokens appended. theory.md#numerics"""
+    return torch.cat([p, 1 - p.sum(-1, keepdim=True)], -1).clamp(RESOLUTION, 1.0)
+
+
+def tv(mu, pi):
+    """1/2 sum |mu - pi|; with K = 0, |mu(y_t) - pi(y_t)|. theory.md#coarsening"""
+    return (with_rest(mu) - with_rest(pi)).abs().sum(-1) / 2
+
+
+def kl(mu, pi):
+    """KL(mu || pi) in nats; with K = 0, between two Bernoullis. theory.md#coarsening"""
+    mu, pi = with_rest(mu), with_rest(pi)
+    return (mu * (mu / pi).log()).sum(-1)
+
+
+def ratio(mu, pi):
+    """|r - 1|, PPO's distance: it looks at y_t only. theory.md#ppo-clip"""
+    tiny = torch.finfo(mu.dtype).tiny
+    return (pi[..., 0].clamp_min(tiny) / mu[..., 0].clamp_min(tiny) - 1).abs()
+
+
+# ------------------------------------------------------------------------------------- methods
+
+
+@dataclass(frozen=True)
+class Method:
+    """Block what moves away from the anchor and is farther than delta. theory.md#methods"""
+
+    distance: Callable = tv  # D(anchor, pi)
+    delta: tuple = (INF, INF)  # radius for (A < 0, A > 0); inf: that side is never blocked
+    top_k: int = 0  # K
+    anchor: str = "rollout"  # mu; or "recomputed": pi_theta', one more forward a rollout
+    floor: tuple = (0.0, 0.0)  # tokens with a smaller anchor probability are never blocked
+    cap: float = math.exp(20)  # C; e^20 only keeps the exponential finite
+    far: Callable = torch.gt  # D > delta; the minimal masks block D = delta as well
+
+    def text(self):
+        row = vars(self) | dict(distance=self.distance.__name__, far=self.far.__name__)
+        return ", ".join(f"{name}={value}" for name, value in row.items())
+
+
+# delta, alpha = 0.1 and K: the paper. C = 10: the default of the authors' code.
+# fmt: off
+METHODS = {
+    "dppo-binary-tv":           Method(tv,    (0.15, 0.15)),
+    "dppo-binary-kl":           Method(kl,    (0.05, 0.05)),
+    "dppo-topk-tv":             Method(tv,    (0.15, 0.15), top_k=20),
+    "dppo-topk-kl":             Method(kl,    (0.05, 0.05), top_k=20),
+    "dppo-binary-tv-recompute": Method(tv,    (0.15, 0.15), anchor="recomputed"),
+    "dppo-binary-kl-recompute": Method(kl,    (0.05, 0.05), anchor="recomputed"),
+    "grpo":                     Method(ratio, (0.20, 0.28)),  # with Clip-Higher
+    "minirl":                   Method(ratio, (0.20, 0.28), anchor="recomputed"),
+    "minirl-tis":               Method(ratio, (0.20, 0.28), anchor="recomputed", cap=10.0),
+    "pg-is":                    Method(),
+    "cispo":                    Method(cap=10.0),  # the paper's PG-TIS
+    "mask-0.5":                 Method(tv,    (0.50, INF), far=torch.ge),
+    "mask-0.8":                 Method(tv,    (0.80, INF), far=torch.ge),
+    "mask-0.5-recompute":       Method(tv,    (0.50, INF), far=torch.ge, anchor="recomputed"),
+    "grpo-relax-low":           Method(ratio, (0.20, 0.28), floor=(0.1, 0.0)),
+    "grpo-relax-high":          Method(ratio, (0.20, 0.28), floor=(0.0, 0.1)),
+    "grpo-relax-both":          Method(ratio, (0.20, 0.28), floor=(0.1, 0.1)),
+}
+# fmt: on
+
+
+def keep_mask(advantages, anchor, pi, method):
+    """M_t, the same rule for every method. theory.md#mask
+
+    advantages (N,); anchor and pi (N, 1+K), probabilities -> bool (N,), False = blocked.
+    """
+
+    def side(low_high):
+        return torch.where(advantages > 0, low_high[1], low_high[0])
+
+    # A > 0 raises pi(y_t): away if it is above the anchor already. A < 0: the mirror image.
+    # A = 0 moves nothing.
+    away = advantages.sign() * (pi[..., 0] - anchor[..., 0]) > 0
+    far = method.far(method.distance(anchor, pi), side(method.delta))
+    return ~(away & far & (anchor[..., 0] >= side(method.floor)))
+
+
+# ---------------------------------------------------------------------------------------- loss
+
+
+def policy_loss(logpi, logmu, advantages, keep, cap):
+    """-M_t min(r_t, C) A log pi(y_t|s_t) for each token. theory.md#loss
+
+    All (N,), of y_t -> (N,). M and min(r, C) are constants to the gradient, so below C it is the
+    gradient of -M_t r_t A; and a token above C keeps a gradient, which clamping r itself would end.
+    """
+    weight = (logpi - logmu).detach().clamp(max=math.log(cap)).exp()
+    return -torch.where(keep, weight, 0.0) * advantages * logpi
+
+
+def log_probs(hidden, weight, temperature):
+    """hidden (n, H), head weight (V, H) -> the log of the sampling law (n, V), in float32."""
+    return ((hidden / temperature) @ weight.T).float().log_softmax(-1)
+
+
+class HeadLoss(torch.autograd.Function):
+    """sum_t token_loss(log pi)_t, where the (N, V) logits never exist at once. theory.md#head
+
+    token_loss reads log pi at the slots only. So its gradient g there, and with it the gradient of
+    the logits, scatter(g) - sum(g) softmax, are known when a chunk's forward is done: the backward
+    needs no stored logits and no second forward.
+
+    hidden (N, H), weight (V, H), y_ids (N, 1+K), token_loss(logpi (n, 1+K), rows) -> (n,).
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, y_ids, temperature, chunk, token_loss):
+        grad_hidden, total = torch.empty_like(hidden), 0.0
+        grad_weight = torch.zeros_like(
+            weight, dtype=torch.promote_types(weight.dtype, torch.float32)
+        )
+        for rows in chunks(len(hidden), chunk):
+            logp = log_probs(hidden[rows], weight, temperature)  # (n, V)
+            logpi = logp.gather(-1, y_ids[rows]).requires_grad_()  # (n, 1+K)
+            with torch.enable_grad():
+                loss = token_loss(logpi, rows).sum()
+                (g,) = torch.autograd.grad(loss, logpi)
+            d_logits = logp.exp_().mul_(-g.sum(-1, keepdim=True)).scatter_add_(-1, y_ids[rows], g)
+            d_logits = d_logits.to(weight.dtype)
+            grad_hidden[rows] = d_logits @ weight / temperature
+            grad_weight += d_logits.T @ (hidden[rows] / temperature)
+            total += loss.detach()
+        ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype))
+        return total
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad_hidden, grad_weight = ctx.saved_tensors
+        return grad_hidden * grad, grad_weight * grad, None, None, None, None
+
+
+def chunks(n, size):
+    return [slice(i, min(i + size, n)) for i in range(0, n, size)]
+
+
+# === end of ALGORITHM ============================================================================
+# ---------------------------------------------------------------------------- forward and update
+
+
+def autocast():
+    """On a GPU bfloat16 computes and float32 weights learn: at a learning rate of 1e-6 a bfloat16
+    weight of 0.02 does not move."""
+    return torch.autocast(DEVICE, torch.bfloat16, enabled=DEVICE == "cuda")
+
+
+def head_inputs(model, samples):
+    """-> hidden (N, H), the states that predict the response tokens of all samples; weight (V, H).
+
+    Position t predicts token t + 1, so y_1 belongs to the last position of the prompt. Rows are
+    padded on the right, where causal attention never looks; lengths say what counts, not ids.
+    """
+    rows = [s.prompt + s.y_ids[:-1, 0].tolist() for s in samples]
+    ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)  # (B, L)
+    valid = torch.zeros_like(ids, dtype=torch.bool)
+    for i, (s, row) in enumerate(zip(samples, rows)):
+        ids[i, : len(row)] = torch.tensor(row)
+        valid[i, len(s.prompt) - 1 : len(row)] = True
+    states = model.base_model(input_ids=ids.to(DEVICE), use_cache=False).last_hidden_state
+    hidden, weight = states[valid.to(DEVICE)], model.get_output_embeddings().weight
+    dtype = torch.bfloat16 if torch.is_autocast_enabled(DEVICE) else hidden.dtype
+    return hidden.to(dtype), weight.to(dtype)
+
+
+def micro_batches(samples, tokens):
+    """Samples of similar length, at most `tokens` padded tokens together. Longest first: if the
+    memory is too small, the first forward of the run says so."""
+    batch, length = [], lambda s: len(s.prompt) + len(s.y_ids)
+    for s in sorted(samples, key=length, reverse=True):
+        if batch and length(batch[0]) * (len(batch) + 1) > tokens:
+            yield batch
+            batch = []
+        batch.append(s)
+    if batch:
+        yield batch
+
+
+def flat(samples, name):
+    """One field of all samples, token after token: (N, ...), on the trainer's device."""
+    return torch.cat([getattr(s, name) for s in samples]).to(DEVICE)
+
+
+def finite(name, x):
+    """x, unless the run must end: a NaN distance compares as "not far" and passes every mask."""
+    if not torch.as_tensor(x).isfinite().all():
+        die(f"{name} is not finite; stopped before the optimizer moves", 1)
+    return x
+
+
+@torch.no_grad()
+def score(model, samples, args):
+    """Set s.old, the log-probs (T, 1+K) of the sample's slots at the current weights."""
+    for batch in micro_batches(samples, args.micro_batch_tokens):
+        y_ids = flat(batch, "y_ids")
+        with autocast():
+            hidden, weight = head_inputs(model, batch)
+            parts = [
+                log_probs(hidden[rows], weight, args.temperature).gather(-1, y_ids[rows])
+                for rows in chunks(len(hidden), args.head_chunk)
+            ]
+        logpi = finite("log pi", torch.cat(parts)).cpu()
+        for s, part in zip(batch, logpi.split([len(s.y_ids) for s in batch])):
+            s.old = part.masked_fill(s.logmu == -INF, -INF)
+
+
+def update(model, optimizer, samples, method, args):
+    """One optimizer step -> what the mask saw, flat (N,), or None if no group has anything to say.
+
+    One denominator for the whole minibatch, known before its first forward, so the gradient does
+    not depend on how the minibatch is cut. Groups that agree count in it and need no forward.
+    """
+    tokens = sum(len(s.y_ids) for s in samples)
+    denominator = tokens if args.loss_agg == "token-mean" else len(samples) * args.max_response
+    seen = []
+    for batch in micro_batches([s for s in samples if s.A != 0], args.micro_batch_tokens):
+        y_ids, logmu = flat(batch, "y_ids"), flat(batch, "logmu")  # (N, 1+K)
+        anchor = (flat(batch, "old") if method.anchor == "recomputed" else logmu).exp()
+        A = torch.cat([torch.full((len(s.y_ids),), s.A) for s in batch]).to(DEVICE)  # (N,)
+
+        def token_loss(logpi, rows, y_ids=y_ids, logmu=logmu, anchor=anchor, A=A):
+            logmu, anchor, A = logmu[rows], anchor[rows], A[rows]
+            pi = finite("log pi", logpi.detach()).masked_fill(logmu == -INF, -INF).exp()
+            D = finite("D", method.distance(anchor, pi))
+            keep = keep_mask(A, anchor, pi, method)
+            seen.append(dict(A=A, logmu=logmu[:, 0], logpi=logpi[:, 0].detach(), D=D, keep=keep))
+            return policy_loss(logpi[:, 0], logmu[:, 0], A, keep, method.cap) / denominator
+
+        with autocast():
+            head = head_inputs(model, batch)
+            loss = HeadLoss.apply(*head, y_ids, args.temperature, args.head_chunk, token_loss)
+        loss.backward()
+    if not seen:
+        return None
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+    finite("the norm of the gradient", norm)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return {name: torch.cat([s[name] for s in seen]) for name in seen[0]} | dict(norm=norm[None])
+
+
+# ------------------------------------------------------------------------------------ the loop
+
+
+def say(message):
+    from tqdm import tqdm
+
+    tqdm.write(message, file=sys.stderr)  # above the progress bar
+
+
+def seed_of(args, purpose, step=0):
+    """What a step draws depends on --seed and the step alone."""
+    return random.Random(f"{args.seed} {purpose} {step}").getrandbits(32)
+
+
+def problems_of(problems, step, args):
+    """The prompts of a step: epoch after epoch, each in an order of its own."""
+    orders, chosen = {}, []
+    for i in range(step * args.prompts_per_step, (step + 1) * args.prompts_per_step):
+        epoch, place = divmod(i, len(problems))
+        if epoch not in orders:
+            shuffler = random.Random(seed_of(args, "epoch", epoch))
+            orders[epoch] = shuffler.sample(problems, len(problems))
+        chosen.append(orders[epoch][place])
+    return chosen
+
+
+class Stopwatch(dict):
+    """Seconds of each stage."""
+
+    def __init__(self):
+        self.last = time.perf_counter()
+
+    def lap(self, stage):
+        now = time.perf_counter()
+        self[stage], self.last = now - self.last, now
+
+
+def rollout(engine, model, tokenizer, grader, problems, n, seed, watch):
+    """y ~ mu at the model's weights, and R(y) -> n samples a problem, side by side, and R (B,)."""
+    from transformers import set_seed
+
+    engine.push(model)
+    watch.lap("push")
+    set_seed(seed)  # engines draw from the global generators
+    samples = engine.generate([p.ids for p in problems], n)
+    finite("log mu", flat(samples, "logmu")[:, 0])
+    watch.lap("rollout")
+    for i, s in enumerate(samples):
+        s.problem = problems[i // n]
+        s.text = tokenizer.decode(s.y_ids[:, 0], skip_special_tokens=True)
+    R = grader([s.text for s in samples], [s.problem.gold for s in samples])
+    watch.lap("grade")
+    return samples, R
+
+
+def check_engine(fresh, dtype):
+    """mu is mu only if the trainer agrees at the same weights. -> |log pi - log mu| (N,), in nats
+
+    Otherwise the run ends: stale weights, a shifted token, another temperature, a cached prefix.
+    Healthy float32 engines are 1e-5 off at most; bfloat16 ones some hundredths on average, rare
+    tokens much more, so that there the mean is what is bounded.
+    """
+    gap = (flat(fresh, "old")[:, 0] - flat(fresh, "logmu")[:, 0]).abs()
+    found, bound = (gap.max(), 1e-3) if dtype == "float32" else (gap.mean(), 0.15)
+    if not found <= bound:
+        die(
+            f"engine and trainer differ by {found:.2g} nats (bound {bound}) on a fresh rollout: "
+            "other weights, another temperature, or model code that differs between the two",
+            code=1,
+        )
+    return gap
+
+
+def metrics(samples, R, fresh, gap, seen, group_size):
+    """One row of metrics.jsonl; README.md says what each number tells."""
+    mean = lambda x: torch.as_tensor(x, dtype=torch.float64).mean().item()
+    rate = R.view(-1, group_size).mean(-1)  # (P,)
+    gap_p = (flat(fresh, "old")[:, 0].exp() - flat(fresh, "logmu")[:, 0].exp()).abs()
+    row = dict(
+        reward=mean(R),
+        solved=mean(rate > 0),
+        informative=mean((rate > 0) & (rate < 1)),
+        length=mean([len(s.y_ids) for s in samples]),
+        truncated=mean([not s.stopped for s in samples]),
+        entropy=-mean(flat(samples, "logmu")[:, 0]),  # E[-log mu(y_t)] is the mean entropy of mu
+        gap_log_mean=mean(gap),
+        gap_log_max=gap.max().item(),
+        gap_mean=mean(gap_p),
+        gap_max=gap_p.max().item(),
+        updates=len(seen),
+    )
+    if not seen:
+        return row
+    A, logmu, logpi, D, keep, norm = (torch.cat([s[name] for s in seen]) for name in seen[0])
+    last = (seen[-1]["logpi"].exp() - seen[-1]["logmu"].exp()).abs()
+    return row | dict(
+        blocked=mean(~keep),
+        blocked_pos=mean(~keep[A > 0]),
+        blocked_neg=mean(~keep[A < 0]),
+        bad_updates=mean((A < 0) & (logmu.exp() - logpi.exp() >= 0.5)),
+        D_mean=mean(D),
+        D_max=D.max().item(),
+        ratio_max=(logpi - logmu).max().exp().item(),
+        gap_last_mean=mean(last),
+        gap_last_max=last.max().item(),
+        grad_norm=mean(norm),
+    )
+
+
+def effective_method(args):
+    """The row of METHODS, with what the command line overrides."""
+    if args.method not in METHODS:
+        die(f"--method {args.method}: choose from {', '.join(METHODS)}")
+    row, first = METHODS[args.method], lambda *values: next(v for v in values if v is not None)
+    low = first(args.delta_low, args.delta, row.delta[0])
+    high = first(args.delta_high, args.delta, row.delta[1])
+    K = first(args.top_k, row.top_k)
+    if not (low > 0 and high > 0 and K >= 0):
+        die("the radius (--delta, --delta-low, --delta-high) must be positive, --top-k 0 or more")
+    if K and row.distance is ratio:
+        die(f"--top-k: the distance of {args.method}, |r - 1|, looks at y_t only")
+    return replace(row, delta=(low, high), top_k=K, cap=first(args.is_cap, row.cap))
+
+
+def load_tokenizer(args, K):
+    """-> config, tokenizer, EOS ids; refuses what could not be trained."""
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    try:
+        kwargs = dict(trust_remote_code=args.trust_remote_code)
+        config = AutoConfig.from_pretrained(args.model, **kwargs)
+        tokenizer = AutoTokenizer.from_pretrained(args.model, **kwargs)
+    except Exception as error:
+        die(f"--model {args.model}: {error}")
+    try:
+        eos = GenerationConfig.from_pretrained(args.model).eos_token_id
+    except OSError:
+        eos = None
+    eos = {*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id} - {None}
+    if not eos:
+        die(f"--model {args.model} has no end-of-sequence token: no response could end")
+    positions = getattr(config, "max_position_embeddings", None) or INF
+    if args.max_prompt + args.max_response > positions:
+        die(f"--max-prompt plus --max-response exceed the model's {positions} positions")
+    if K > config.vocab_size:
+        die(f"--top-k {K} exceeds the model's vocabulary of {config.vocab_size}")
+    for key, value in config.to_dict().items():
+        if "drop" in key and isinstance(value, float):
+            setattr(config, key, 0.0)  # pi is what a forward pass says, every time the same
+    return config, tokenizer, sorted(eos)
+
+
+def load_model(args, config):
+    from transformers import AutoModelForCausalLM
+
+    kwargs = dict(use_safetensors=True, trust_remote_code=args.trust_remote_code)
+    model = AutoModelForCausalLM.from_pretrained(
+        args.model, config=config, dtype=torch.float32, **kwargs
+    )
+    if DEVICE == "cuda":
+        model.gradient_checkpointing_enable(dict(use_reentrant=False))
+    return model.to(DEVICE).train()
+
+
+def load_engine(args, eos, K):
+    if args.engine != "hf":
+        try:
+            return VllmEngine(args, eos, K)
+        except ImportError as error:
+            if args.engine == "vllm":
+                die(f"--engine vllm cannot be imported ({error}); see README.md, or --engine hf")
+            say("vLLM cannot be imported here: sampling with plain PyTorch (--engine hf)")
+    return HfEngine(args, eos, K)
+
+
+class NoTracker:
+    init = log = finish = staticmethod(lambda *args, **kwargs: None)
+
+
+def main(argv=None):
+    from tqdm import tqdm
+
+    started, args = time.perf_counter(), parse_args(argv)
+    method = effective_method(args)
+    name = f"{args.method}-{Path(args.model).name or 'toy'}-{time.strftime('%Y%m%d-%H%M%S')}"
+    out = Path(args.out or f"runs/{name}")
+    if not args.model:
+        from toy import lm
+
+        say("no --model: the toy model of toy/lm.py, made once and kept")
+        args.model, args.dataset = map(str, lm.make(out.parent / "toy-base"))
+
+    # all that can be wrong with the input, before the engine's slow start
+    config, tokenizer, eos = load_tokenizer(args, method.top_k)
+    saved_dtype, grader = config.dtype or torch.float32, Grader()
+    try:
+        tracker = NoTracker if args.tracker == "none" else importlib.import_module(args.tracker)
+    except ImportError:
+        die(f"--tracker {args.tracker} is not installed: pip install {args.tracker}")
+    problems = held_out = load_problems(args.dataset, args, tokenizer, grader)
+    if args.eval_dataset not in ("", "train"):
+        held_out = load_problems(args.eval_dataset, args, tokenizer, grader)
+
+    engine = load_engine(args, eos, method.top_k)  # first: it measures the free memory
+    model = load_model(args, config)
+    optimizer = torch.optim.AdamW(model.parameters(), args.lr, weight_decay=args.weight_decay)
+    parameters, tied = sum(p.numel() for p in model.parameters()), config.tie_word_embeddings
+    say(f"{args.model}: {parameters:,} parameters, tied head: {tied}, EOS {eos}")
+    say(f"engine: {type(engine).__name__}, {engine.dtype}; --method {args.method} {method.text()}")
+    sample = partial(rollout, engine, model, tokenizer, grader)
+    low, high = args.solve_rate
+    if (low, high) != (0.0, 1.0):
+        n = args.solve_rate_samples
+        rates = sample(problems, n, seed_of(args, "rates"), Stopwatch())[1].view(-1, n).mean(-1)
+        kept = [p for p, rate in zip(problems, rates.tolist()) if low <= rate <= high]
+        say(f"solve rate {rates.mean():.3f}; {len(kept):,} of {len(rates):,} in [{low}, {high}]")
+        held_out = kept if held_out is problems else held_out
+        problems = kept or die("--solve-rate keeps no prompt: widen it or take other problems")
+
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "config.json").write_text(json.dumps(asdict(args), indent=1))
+    tracker.init(project="dppo", name=out.name, config=asdict(args))
+    history, accuracy, bar = [], [], tqdm(total=args.steps, unit="step")
+    for step in range(args.steps + 1):
+        if args.eval_dataset and (step % args.eval_every == 0 or step == args.steps):
+            seed = seed_of(args, "eval", step)
+            R = sample(held_out, args.eval_samples, seed, Stopwatch())[1]
+            accuracy.append(R.mean().item())
+            say(f"step {step}: evaluation accuracy {accuracy[-1]:.3f}")
+        if step == args.steps or (accuracy and args.stop_at and accuracy[-1] >= args.stop_at):
+            break
+        watch = Stopwatch()
+
+        # 1. rollout: y ~ mu, R(y)
+        chosen = problems_of(problems, step, args)
+        samples, R = sample(chosen, args.group_size, seed_of(args, "rollout", step), watch)
+        engine.sleep()
+
+        # 2. advantages
+        A = group_advantages(R, args.group_size, args.normalize_std)
+        for s, reward, advantage in zip(samples, R.tolist(), A.tolist()):
+            s.R, s.A = reward, advantage
+
+        # 3. pi_theta' at the rollout's weights: of all samples if the method is anchored there,
+        #    else of 16, which is enough to see that engine and trainer agree
+        stride = 1 if method.anchor == "recomputed" else max(1, len(samples) // 16)
+        score(model, samples[::stride], args)
+        gap = check_engine(samples[::stride], engine.dtype)
+        watch.lap("score")
+
+        # 4. minibatches of whole groups, one optimizer step each
+        cuts = [
+            len(chosen) * i // args.minibatches * args.group_size for i in range(args.minibatches)
+        ]
+        parts = [samples[a:b] for a, b in zip(cuts, [*cuts[1:], None])]
+        seen = [what for part in parts if (what := update(model, optimizer, part, method, args))]
+        watch.lap("train")
+
+        # 5. what happened
+        row = dict(step=step, **metrics(samples, R, samples[::stride], gap, seen, args.group_size))
+        row |= {f"s_{stage}": seconds for stage, seconds in watch.items()}
+        row |= dict(tokens_per_s=row["length"] * len(samples) / sum(watch.values()))
+        history.append(row | dict(grader_timeouts=grader.timeouts))
+        record(out, history[-1], samples[:: max(1, len(samples) // 3)][:3])
+        tracker.log(history[-1], step=step)
+        bar.update()
+        bar.set_postfix_str(
+            f"reward {row['reward']:.3f}, blocked {row.get('blocked', 0.0):.2%}, mismatch "
+            f"{row['gap_log_mean']:.0e}, {row['tokens_per_s']:.0f} tok/s"
+        )
+    bar.close()
+    grader.close()
+    tracker.finish()
+    model.to(saved_dtype).save_pretrained(out / "model")
+    tokenizer.save_pretrained(out / "model")
+    summary(out, history, accuracy, time.perf_counter() - started)
+
+
+def record(out, row, shown):
+    """One line of metrics, a few graded samples; those of the first step go to the screen too."""
+    with open(out / "metrics.jsonl", "a") as file:
+        file.write(json.dumps(row) + "\n")
+    with open(out / "samples.jsonl", "a") as file:
+        for s in shown:
+            what = dict(prompt=s.problem.text, response=s.text, gold=s.problem.gold, R=s.R)
+            file.write(json.dumps(dict(step=row["step"]) | what) + "\n")
+            if row["step"] == 0:
+                say(json.dumps(what))
+    if not row["updates"]:
+        say(f"step {row['step']}: each group agrees with itself: nothing to learn, no update")
+
+
+def summary(out, history, accuracy, seconds):
+    """The table at the end. before and after: evaluations, or else the reward of 5 steps."""
+    mean = lambda name, rows: sum(row.get(name, 0.0) for row in rows) / max(1, len(rows))
+    ends = accuracy or [mean("reward", history[:5]), mean("reward", history[-5:])]
+    print(f"{'before':>8}{'after':>8}{'mismatch':>10}{'blocked':>9}{'steps':>7}{'time':>8}")
+    print(
+        f"{ends[0]:>8.3f}{ends[-1]:>8.3f}{mean('gap_log_mean', history):>10.0e}"
+        f"{mean('blocked', history):>9.2%}{len(history):>7}{seconds:>7.0f}s"
+    )
+    stages = [key for key in (history[-1] if history else ()) if key.startswith("s_")]
+    print("seconds a step:", ", ".join(f"{s[2:]} {mean(s, history):.3f}" for s in stages))
+    print(f"metrics, samples and the trained model: {out}")
+
+
+if __name__ == "__main__":
+    main()
