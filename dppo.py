@@ -48,9 +48,10 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
-# vLLM and torch each keep a pool of threads; pools that spin while idle starve each other.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Idle threads of torch and vLLM spin for long by default, which starves whatever else runs here.
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
@@ -344,30 +345,26 @@ class VllmEngine:
 
         set_threads, threads = torch.set_num_threads, torch.get_num_threads()
         self.dtype = args.engine_dtype.replace("auto", AUTO_DTYPE)
+        kwargs = dict(
+            seed=args.seed, trust_remote_code=args.trust_remote_code, use_tqdm_on_load=False
+        )
+        if DEVICE == "cuda":
+            kwargs |= dict(enable_sleep_mode=True, gpu_memory_utilization=args.gpu_memory)
         self.llm = vllm.LLM(
             args.model,
             dtype=self.dtype,
-            seed=args.seed,
-            trust_remote_code=args.trust_remote_code,
             max_model_len=args.max_prompt + args.max_response,
             max_logprobs=max(1, K),
             logprobs_mode="processed_logprobs",  # after the temperature: the law that samples
             generation_config="vllm",  # not the model's own, which may change the sampler
-            gpu_memory_utilization=args.gpu_memory,
-            enable_sleep_mode=DEVICE == "cuda",
             enforce_eager=DEVICE == "cpu",
-            use_tqdm_on_load=False,
+            **kwargs,
         )
         set_threads(threads)  # LLM() keeps torch to fewer cores and replaces the function
         # what is not named keeps SamplingParams' own default: no truncation and no penalty
-        self.params = vllm.SamplingParams(
-            temperature=args.temperature,
-            max_tokens=args.max_response,
-            stop_token_ids=eos,
-            logprobs=K,
-            flat_logprobs=True,
-            detokenize=False,
-        )
+        kwargs = dict(temperature=args.temperature, max_tokens=args.max_response, logprobs=K)
+        kwargs |= dict(stop_token_ids=eos, flat_logprobs=True, detokenize=False)
+        self.params = vllm.SamplingParams(**kwargs)
         self.K, self.asleep = K, False
 
     def push(self, model):
@@ -423,8 +420,12 @@ class HfEngine:
 
     def generate(self, prompts, n):
         rows = [ids for ids in prompts for _ in range(n)]
-        cuts = (rows[i : i + self.ROWS] for i in range(0, len(rows), self.ROWS))
-        return [sample for cut in cuts for sample in self.generate_rows(cut)]
+        self.model.eval()  # gradient checkpointing allows no cache in training mode
+        samples = [
+            s for part in chunks(len(rows), self.ROWS) for s in self.generate_rows(rows[part])
+        ]
+        self.model.train()
+        return samples
 
     @torch.no_grad()
     def generate_rows(self, rows):
@@ -436,14 +437,8 @@ class HfEngine:
         while alive.any() and len(steps) < self.args.max_response:
             position = (seen.cumsum(-1) - 1).clamp_min(0)[:, -ids.shape[1] :]
             with autocast():
-                out = self.model(
-                    input_ids=ids,
-                    attention_mask=seen,
-                    position_ids=position,
-                    past_key_values=cache,
-                    use_cache=True,
-                    logits_to_keep=1,
-                )
+                more = dict(past_key_values=cache, use_cache=True, logits_to_keep=1)
+                out = self.model(ids, attention_mask=seen, position_ids=position, **more)
             cache = out.past_key_values
             logp = (out.logits[:, -1].float() / self.args.temperature).log_softmax(-1)  # (B, V)
             y, top = torch.multinomial(logp.exp(), 1), logp.topk(self.K)
@@ -747,14 +742,10 @@ def seed_of(args, purpose, step=0):
 
 def problems_of(problems, step, args):
     """The prompts of a step: epoch after epoch, each in an order of its own."""
-    orders, chosen = {}, []
-    for i in range(step * args.prompts_per_step, (step + 1) * args.prompts_per_step):
-        epoch, place = divmod(i, len(problems))
-        if epoch not in orders:
-            shuffler = random.Random(seed_of(args, "epoch", epoch))
-            orders[epoch] = shuffler.sample(problems, len(problems))
-        chosen.append(orders[epoch][place])
-    return chosen
+    n, first, P = len(problems), step * args.prompts_per_step, args.prompts_per_step
+    epochs = range(first // n, (first + P - 1) // n + 1)
+    orders = [random.Random(seed_of(args, "epoch", e)).sample(problems, n) for e in epochs]
+    return sum(orders, [])[first % n :][:P]
 
 
 class Stopwatch(dict):
@@ -808,54 +799,43 @@ def metrics(samples, R, fresh, gap, seen, group_size):
     """One row of metrics.jsonl; README.md says what each number tells."""
     mean = lambda x: torch.as_tensor(x, dtype=torch.float64).mean().item()
     rate = R.view(-1, group_size).mean(-1)  # (P,)
+    logmu = flat(samples, "logmu")[:, 0]
     gap_p = (flat(fresh, "old")[:, 0].exp() - flat(fresh, "logmu")[:, 0].exp()).abs()
-    row = dict(
-        reward=mean(R),
-        solved=mean(rate > 0),
-        informative=mean((rate > 0) & (rate < 1)),
-        length=mean([len(s.y_ids) for s in samples]),
-        truncated=mean([not s.stopped for s in samples]),
-        entropy=-mean(flat(samples, "logmu")[:, 0]),  # E[-log mu(y_t)] is the mean entropy of mu
-        gap_log_mean=mean(gap),
-        gap_log_max=gap.max().item(),
-        gap_mean=mean(gap_p),
-        gap_max=gap_p.max().item(),
-        updates=len(seen),
-    )
-    if not seen:
-        return row
-    A, logmu, logpi, D, keep, norm = (torch.cat([s[name] for s in seen]) for name in seen[0])
-    last = (seen[-1]["logpi"].exp() - seen[-1]["logmu"].exp()).abs()
-    return row | dict(
-        blocked=mean(~keep),
-        blocked_pos=mean(~keep[A > 0]),
-        blocked_neg=mean(~keep[A < 0]),
-        bad_updates=mean((A < 0) & (logmu.exp() - logpi.exp() >= 0.5)),
-        D_mean=mean(D),
-        D_max=D.max().item(),
-        ratio_max=(logpi - logmu).max().exp().item(),
-        gap_last_mean=mean(last),
-        gap_last_max=last.max().item(),
-        grad_norm=mean(norm),
-    )
+    row = dict(reward=mean(R), solved=mean(rate > 0), informative=mean((rate > 0) & (rate < 1)))
+    row |= dict(length=len(logmu) / len(samples), truncated=mean([not s.stopped for s in samples]))
+    row |= dict(entropy=-mean(logmu), updates=len(seen))  # E[-log mu(y_t)] is the mean entropy
+    spread = dict(gap_log=gap, gap=gap_p)
+    if seen:
+        A, logmu, logpi, D, keep, norm = (torch.cat([s[name] for s in seen]) for name in seen[0])
+        last = (seen[-1]["logpi"].exp() - seen[-1]["logmu"].exp()).abs()
+        bad = (A < 0) & (logmu.exp() - logpi.exp() >= 0.5)
+        spread |= dict(D=D, gap_last=last)
+        row |= dict(blocked=mean(~keep), bad_updates=mean(bad), grad_norm=mean(norm))
+        row |= dict(ratio_max=(logpi - logmu).max().exp().item())
+        row |= dict(blocked_pos=mean(~keep[A > 0]), blocked_neg=mean(~keep[A < 0]))
+    for name, x in spread.items():
+        row |= {f"{name}_mean": mean(x), f"{name}_max": x.max().item()}
+    return row
 
 
-def effective_method(args):
+def effective_method(args, vocabulary=INF):
     """The row of METHODS, with what the command line overrides."""
     if args.method not in METHODS:
         die(f"--method {args.method}: choose from {', '.join(METHODS)}")
     row, first = METHODS[args.method], lambda *values: next(v for v in values if v is not None)
     low = first(args.delta_low, args.delta, row.delta[0])
     high = first(args.delta_high, args.delta, row.delta[1])
-    K = first(args.top_k, row.top_k)
+    K = first(args.top_k, min(row.top_k, vocabulary))  # all tokens: the exact divergence
     if not (low > 0 and high > 0 and K >= 0):
         die("the radius (--delta, --delta-low, --delta-high) must be positive, --top-k 0 or more")
     if K and row.distance is ratio:
         die(f"--top-k: the distance of {args.method}, |r - 1|, looks at y_t only")
+    if K > vocabulary:
+        die(f"--top-k {K} exceeds the model's vocabulary of {vocabulary}")
     return replace(row, delta=(low, high), top_k=K, cap=first(args.is_cap, row.cap))
 
 
-def load_tokenizer(args, K):
+def load_tokenizer(args):
     """-> config, tokenizer, EOS ids; refuses what could not be trained."""
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
     from transformers.utils.logging import disable_progress_bar
@@ -877,8 +857,6 @@ def load_tokenizer(args, K):
     positions = getattr(config, "max_position_embeddings", None) or INF
     if args.max_prompt + args.max_response > positions:
         die(f"--max-prompt plus --max-response exceed the model's {positions} positions")
-    if K > config.vocab_size:
-        die(f"--top-k {K} exceeds the model's vocabulary of {config.vocab_size}")
     for key, value in config.to_dict().items():
         if "drop" in key and isinstance(value, float):
             setattr(config, key, 0.0)  # pi is what a forward pass says, every time the same
@@ -889,9 +867,8 @@ def load_model(args, config):
     from transformers import AutoModelForCausalLM
 
     kwargs = dict(use_safetensors=True, trust_remote_code=args.trust_remote_code)
-    model = AutoModelForCausalLM.from_pretrained(
-        args.model, config=config, dtype=torch.float32, **kwargs
-    )
+    kwargs |= dict(config=config, dtype=torch.float32)  # master weights
+    model = AutoModelForCausalLM.from_pretrained(args.model, **kwargs)
     if DEVICE == "cuda":
         model.gradient_checkpointing_enable(dict(use_reentrant=False))
     return model.to(DEVICE).train()
@@ -908,15 +885,11 @@ def load_engine(args, eos, K):
     return HfEngine(args, eos, K)
 
 
-class NoTracker:
-    init = log = finish = staticmethod(lambda *args, **kwargs: None)
-
-
 def main(argv=None):
     from tqdm import tqdm
 
     started, args = time.perf_counter(), parse_args(argv)
-    method = effective_method(args)
+    effective_method(args)
     name = f"{args.method}-{Path(args.model).name or 'toy'}-{time.strftime('%Y%m%d-%H%M%S')}"
     out = Path(args.out or f"runs/{name}")
     if not args.model:
@@ -926,10 +899,13 @@ def main(argv=None):
         args.model, args.dataset = map(str, lm.make(out.parent / "toy-base"))
 
     # all that can be wrong with the input, before the engine's slow start
-    config, tokenizer, eos = load_tokenizer(args, method.top_k)
+    config, tokenizer, eos = load_tokenizer(args)
+    method = effective_method(args, config.vocab_size)
     saved_dtype, grader = config.dtype or torch.float32, Grader()
+    nothing = lambda *args, **kwargs: None
+    tracker = SimpleNamespace(init=nothing, log=nothing, finish=nothing)
     try:
-        tracker = NoTracker if args.tracker == "none" else importlib.import_module(args.tracker)
+        tracker = tracker if args.tracker == "none" else importlib.import_module(args.tracker)
     except ImportError:
         die(f"--tracker {args.tracker} is not installed: pip install {args.tracker}")
     problems = held_out = load_problems(args.dataset, args, tokenizer, grader)
@@ -979,25 +955,26 @@ def main(argv=None):
         # 3. pi_theta' at the rollout's weights: of all samples if the method is anchored there,
         #    else of 16, which is enough to see that engine and trainer agree
         stride = 1 if method.anchor == "recomputed" else max(1, len(samples) // 16)
-        score(model, samples[::stride], args)
-        gap = check_engine(samples[::stride], engine.dtype)
+        fresh = samples[::stride]
+        score(model, fresh, args)
+        gap = check_engine(fresh, engine.dtype)
         watch.lap("score")
 
         # 4. minibatches of whole groups, one optimizer step each
-        cuts = [
-            len(chosen) * i // args.minibatches * args.group_size for i in range(args.minibatches)
-        ]
-        parts = [samples[a:b] for a, b in zip(cuts, [*cuts[1:], None])]
+        n, G = args.minibatches, args.group_size
+        cuts = [len(chosen) * i // n * G for i in range(n + 1)]
+        parts = [samples[a:b] for a, b in zip(cuts, cuts[1:])]
         seen = [what for part in parts if (what := update(model, optimizer, part, method, args))]
         watch.lap("train")
 
         # 5. what happened
-        row = dict(step=step, **metrics(samples, R, samples[::stride], gap, seen, args.group_size))
+        row = dict(step=step, **metrics(samples, R, fresh, gap, seen, G))
         row |= {f"s_{stage}": seconds for stage, seconds in watch.items()}
         row |= dict(tokens_per_s=row["length"] * len(samples) / sum(watch.values()))
-        history.append(row | dict(grader_timeouts=grader.timeouts))
-        record(out, history[-1], samples[:: max(1, len(samples) // 3)][:3])
-        tracker.log(history[-1], step=step)
+        row |= dict(grader_timeouts=grader.timeouts)
+        history.append(row)
+        record(out, row, samples[:: max(1, len(samples) // 3)][:3])
+        tracker.log(row, step=step)
         bar.update()
         bar.set_postfix_str(
             f"reward {row['reward']:.3f}, blocked {row.get('blocked', 0.0):.2%}, mismatch "

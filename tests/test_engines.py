@@ -21,7 +21,7 @@ def args_for(directory, *flags):
 
 def load(directory):
     args = args_for(directory)
-    return args, dppo.load_model(args, dppo.load_tokenizer(args, 0)[0])
+    return args, dppo.load_model(args, dppo.load_tokenizer(args)[0])
 
 
 def disturb(model, seed):
@@ -196,7 +196,7 @@ def test_vllm_ignores_the_models_own_sampling_settings(models, tmp_path, environ
     settings = dict(do_sample=True, temperature=0.1, top_k=2, top_p=0.5, repetition_penalty=1.3)
     GenerationConfig(eos_token_id=[EOS, 5], max_new_tokens=3, **settings).save_pretrained(tmp_path)
     args.model = str(tmp_path)
-    _, _, eos = dppo.load_tokenizer(args, 0)
+    _, _, eos = dppo.load_tokenizer(args)
     assert eos == [EOS, 5]
     engine, prompts = dppo.VllmEngine(args, eos, 0), prompts_of([4, 6])
     engine.push(model)
