@@ -144,9 +144,12 @@ def parse_args(argv=None) -> Args:
     args = Args(**vars(parser.parse_args(argv)))
     for f in fields(Args):
         value = getattr(args, f.name)
-        positive = f.name not in ("delta_low", "delta_high", "top_k", "weight_decay", "seed")
-        if f.type in (int, float) and value is not None and not (value > 0 or not positive):
-            die(f"--{f.name.replace('_', '-')} must be positive, not {value}")
+        least = "0 or more" if f.name in ("top_k", "weight_decay", "seed") else "positive"
+        if f.type in (int, float) and value is not None:
+            if not (0 < value < INF or (value == 0 and least != "positive")):
+                die(f"--{f.name.replace('_', '-')} must be {least}, not {value}")
+    if not 0 <= args.solve_rate[0] <= args.solve_rate[1] <= 1:
+        die("--solve-rate LOW HIGH must satisfy 0 <= LOW <= HIGH <= 1")
     if args.group_size < 2:
         die("--group-size must be 2 or more: A compares the samples of a prompt with each other")
     if args.minibatches > args.prompts_per_step:
@@ -501,7 +504,7 @@ def kl(mu, pi):
 def ratio(mu, pi):
     """|r - 1|, PPO's distance: it looks at y_t only. theory.md#ppo-clip"""
     tiny = torch.finfo(mu.dtype).tiny
-    return (pi[..., 0].clamp_min(tiny) / mu[..., 0].clamp_min(tiny) - 1).abs()
+    return (pi[..., 0].clamp(tiny, 1.0) / mu[..., 0].clamp(tiny, 1.0) - 1).abs()
 
 
 # ------------------------------------------------------------------------------------- methods
@@ -826,8 +829,6 @@ def effective_method(args, vocabulary=INF):
     low = first(args.delta_low, args.delta, row.delta[0])
     high = first(args.delta_high, args.delta, row.delta[1])
     K = first(args.top_k, min(row.top_k, vocabulary))  # all tokens: the exact divergence
-    if not (low > 0 and high > 0 and K >= 0):
-        die("the radius (--delta, --delta-low, --delta-high) must be positive, --top-k 0 or more")
     if K and row.distance is ratio:
         die(f"--top-k: the distance of {args.method}, |r - 1|, looks at y_t only")
     if K > vocabulary:
@@ -852,6 +853,11 @@ def load_tokenizer(args):
     except OSError:
         eos = None
     eos = {*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id} - {None}
+    if tokenizer.chat_template:  # a turn's last token ends a response too: <|im_end|> and its like
+        turns = [dict(role="user", content="?"), dict(role="assistant", content="!")]
+        tail = tokenizer.apply_chat_template(turns, tokenize=False).rpartition("!")[2]
+        last = tokenizer.encode(tail, add_special_tokens=False)[:1]
+        eos |= {*last} & {*tokenizer.all_special_ids}
     if not eos:
         die(f"--model {args.model} has no end-of-sequence token: no response could end")
     positions = getattr(config, "max_position_embeddings", None) or INF
@@ -916,7 +922,8 @@ def main(argv=None):
     model = load_model(args, config)
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, weight_decay=args.weight_decay)
     parameters, tied = sum(p.numel() for p in model.parameters()), config.tie_word_embeddings
-    say(f"{args.model}: {parameters:,} parameters, tied head: {tied}, EOS {eos}")
+    chat = "chat template" if tokenizer.chat_template else "no chat template: plain text prompts"
+    say(f"{args.model}: {parameters:,} parameters, tied head: {tied}, EOS {eos}, {chat}")
     say(f"engine: {type(engine).__name__}, {engine.dtype}; --method {args.method} {method.text()}")
     sample = partial(rollout, engine, model, tokenizer, grader)
     low, high = args.solve_rate
@@ -933,10 +940,12 @@ def main(argv=None):
     tracker.init(project="dppo", name=out.name, config=asdict(args))
     history, accuracy, bar = [], [], tqdm(total=args.steps, unit="step")
     for step in range(args.steps + 1):
+        row = dict(step=step)
         if args.eval_dataset and (step % args.eval_every == 0 or step == args.steps):
             seed = seed_of(args, "eval", step)
             R = sample(held_out, args.eval_samples, seed, Stopwatch())[1]
             accuracy.append(R.mean().item())
+            row["accuracy"] = accuracy[-1]
             say(f"step {step}: evaluation accuracy {accuracy[-1]:.3f}")
         if step == args.steps or (accuracy and args.stop_at and accuracy[-1] >= args.stop_at):
             break
@@ -968,7 +977,7 @@ def main(argv=None):
         watch.lap("train")
 
         # 5. what happened
-        row = dict(step=step, **metrics(samples, R, fresh, gap, seen, G))
+        row |= metrics(samples, R, fresh, gap, seen, G)
         row |= {f"s_{stage}": seconds for stage, seconds in watch.items()}
         row |= dict(tokens_per_s=row["length"] * len(samples) / sum(watch.values()))
         row |= dict(grader_timeouts=grader.timeouts)
@@ -980,6 +989,8 @@ def main(argv=None):
             f"reward {row['reward']:.3f}, blocked {row.get('blocked', 0.0):.2%}, mismatch "
             f"{row['gap_log_mean']:.0e}, {row['tokens_per_s']:.0f} tok/s"
         )
+    if "accuracy" in row:  # of the final weights
+        record(out, row, [])
     bar.close()
     grader.close()
     tracker.finish()
@@ -998,7 +1009,7 @@ def record(out, row, shown):
             file.write(json.dumps(dict(step=row["step"]) | what) + "\n")
             if row["step"] == 0:
                 say(json.dumps(what))
-    if not row["updates"]:
+    if row.get("updates") == 0:
         say(f"step {row['step']}: each group agrees with itself: nothing to learn, no update")
 
 

@@ -171,7 +171,7 @@ def test_bos_stands_once_with_and_without_a_template():
     plain.backend_tokenizer.post_processor = TemplateProcessing(
         single="+ $A", special_tokens=[("+", bos)]
     )
-    ids = lambda: dppo.encode(plain, [{"role": "user", "content": "1"}])[1]  # noqa: E731
+    ids = lambda: dppo.encode(plain, [{"role": "user", "content": "1"}])[1]
     assert ids().count(bos) == 1
     plain.chat_template = "+{{ messages[0].content }}"
     assert ids().count(bos) == 1
@@ -197,7 +197,7 @@ def refused(capsys, *argv):
 
 
 def test_bad_flags_are_refused_with_one_line(capsys, tmp_path):
-    say = lambda *argv: refused(capsys, *argv)  # noqa: E731
+    say = lambda *argv: refused(capsys, *argv)
     assert "top-p" in say("--top-p", "0.9") and "mu of the theory" in say("--top-p", "0.9")
     assert "2 or more" in say("--group-size", "1")
     assert "choose from dppo-binary-tv" in say("--method", "ppo")
@@ -205,6 +205,8 @@ def test_bad_flags_are_refused_with_one_line(capsys, tmp_path):
     assert "must be positive" in say("--delta-low", "-1")
     assert "must be positive" in say("--temperature", "0")
     assert "must be positive" in say("--lr", "nan")
+    assert "0 or more" in say("--top-k", "-1")
+    assert "LOW <= HIGH" in say("--solve-rate", "0.8", "0.2")
     assert "y_t only" in say("--method", "grpo", "--top-k", "5")
     assert "vocabulary" in say("--top-k", "999", "--out", str(tmp_path / "a" / "b"))
     assert "--dataset needs --model" in say("--dataset", "x.jsonl")
@@ -214,7 +216,7 @@ def test_bad_flags_are_refused_with_one_line(capsys, tmp_path):
 
 def test_bad_input_is_refused_with_one_line(capsys, tmp_path, models):
     model = models("tied")
-    say = lambda *argv: refused(capsys, "--max-prompt", "9", "--max-response", "9", *argv)  # noqa: E731
+    say = lambda *argv: refused(capsys, "--max-prompt", "9", "--max-response", "9", *argv)
     assert "--model /no/such" in say("--model", "/no/such")
     rows = tmp_path / "rows.jsonl"
     data = ["--model", model, "--dataset", str(rows)]
@@ -236,7 +238,7 @@ def test_bad_input_is_refused_with_one_line(capsys, tmp_path, models):
 
 
 def test_row_and_overrides_make_the_effective_method():
-    method = lambda *argv: dppo.effective_method(dppo.parse_args([*argv]))  # noqa: E731
+    method = lambda *argv: dppo.effective_method(dppo.parse_args([*argv]))
     assert method() == dppo.METHODS["dppo-binary-tv"]
     assert method("--method", "dppo-binary-kl").delta == (0.05, 0.05)  # a default for each distance
     assert method("--delta", "0.3").delta == (0.3, 0.3)
@@ -249,7 +251,7 @@ def test_row_and_overrides_make_the_effective_method():
 def test_import_is_light_and_help_names_every_flag():
     code = "import dppo, sys; print({'vllm', 'transformers', 'datasets'} & sys.modules.keys())"
     run = lambda *argv: (
-        subprocess.run(  # noqa: E731
+        subprocess.run(
             [sys.executable, *argv], cwd=ROOT, capture_output=True, text=True, check=True
         ).stdout
     )
@@ -257,3 +259,16 @@ def test_import_is_light_and_help_names_every_flag():
     text = run("dppo.py", "--help")
     for name in dppo.Args.__dataclass_fields__:
         assert "--" + name.replace("_", "-") in text
+
+
+def test_every_way_to_end_a_response_is_in_the_eos_set(models, tmp_path):
+    """The tokenizer says one, the generation config a list, the chat template its end of turn."""
+    from transformers import GenerationConfig
+
+    template = "{% for m in messages %}{{ m.content }}<unk>=\n{% endfor %}"
+    edit = lambda tok: setattr(tok, "chat_template", template)
+    directory = models("chat", edit=edit)
+    args = dppo.parse_args(["--model", directory, "--max-prompt", "9", "--max-response", "9"])
+    assert dppo.load_tokenizer(args)[2] == [0, 1]  # <eos>, and <unk> by the template
+    GenerationConfig(eos_token_id=[5, 6]).save_pretrained(directory)
+    assert dppo.load_tokenizer(args)[2] == [0, 1, 5, 6]

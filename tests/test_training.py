@@ -187,7 +187,7 @@ def test_a_run_with_the_hf_engine_repeats_exactly(toy):
 def test_other_rows_run_whole(toy, method):
     flags = ["--method", method, "--steps", "2"] + ["--top-k", "5"] * (method == "dppo-topk-kl")
     rows, out, _ = run(toy[0] / method, *SMALL, *flags)
-    assert len(rows) == 2 and all(math.isfinite(v) for row in rows for v in row.values())
+    assert len(rows) == 3 and all(math.isfinite(v) for row in rows for v in row.values())
 
 
 GLOSSARY = """step reward solved informative length truncated entropy updates
@@ -200,7 +200,9 @@ s_push s_rollout s_grade s_score s_train tokens_per_s grader_timeouts"""
 def test_a_run_on_vllm_learns_and_leaves_what_it_promises(toy):
     root, *_ = toy
     rows, out, err = run(root / "vllm", "--steps", "30", "--eval-every", "30")
-    mean = lambda key, part: sum(r[key] for r in part) / len(part)  # noqa: E731
+    final = rows.pop()
+    assert final == {"step": 30, "accuracy": final["accuracy"]} and "accuracy" in rows[0]
+    mean = lambda key, part: sum(r[key] for r in part) / len(part)
     assert mean("reward", rows[-5:]) > mean("reward", rows[:5]) + 0.05
     assert max(r["gap_log_max"] for r in rows) < 1e-3  # of mu and pi, at equal weights
     assert {*rows[-1]} == {*GLOSSARY.split()}
@@ -208,7 +210,7 @@ def test_a_run_on_vllm_learns_and_leaves_what_it_promises(toy):
     table = out.splitlines()
     assert table[0].split() == "before after mismatch blocked steps time".split()
     before, after = map(float, table[1].split()[:2])
-    assert after > before + 0.05
+    assert after > before + 0.05 and abs(after - final["accuracy"]) < 1e-3
     assert err.count('"response"') == 3  # three graded samples of the first step
     samples = [json.loads(line) for line in open(root / "vllm" / "samples.jsonl")]
     assert len(samples) == 90 and {*samples[0]} == {"step", "prompt", "response", "gold", "R"}
