@@ -9,7 +9,7 @@ Given a prompt x, the inference engine samples y = (y_1 .. y_T); s_t = (x, y_<t)
     A    =  R(y) - mean of R over the prompt's group                             group_advantages
     r_t  =  pi(y_t|s_t) / mu(y_t|s_t)
     D_t  =  TV or KL between mu(.|s_t) and pi(.|s_t), with unlisted tokens pooled          tv, kl
-    M_t  =  0 if the update moves r_t away from 1 and D_t > delta, else 1               keep_mask
+    M_t  =  0 if the update leads away from mu and D_t > delta, else 1                  keep_mask
     maximise  E_mu sum_t M_t r_t A,  by the gradient  M_t min(r_t, C) A grad log pi   policy_loss
 
 PPO is the case D_t = |r_t - 1|, and every method that the paper compares with is a row of METHODS.
@@ -75,7 +75,7 @@ def flag(default, text, kind=None, **kwargs):
 class Args:
     # "paper": from the authors' recipe for their 30B run. None: see the text.
     model: str = flag("", "hub id or directory; without it the toy model, set up by toy/lm.py")
-    dataset: str = flag(DAPO, ".jsonl, .json or .parquet file, or hub NAME[:CONFIG]")
+    dataset: str = flag(DAPO, ".jsonl, .json or .parquet file, or hub NAME[:CONFIG[:SPLIT]]")
     prompt_column: str = flag("", "column of the prompt, for rows of no known shape")
     answer_column: str = flag("", "column of the answer, for rows of no known shape")
     instruction: str = flag(INSTRUCTION, "added to a plain-text question; chats bring their own")
@@ -156,8 +156,14 @@ def parse_args(argv=None) -> Args:
         die(f"--prompts-per-step must be at least --minibatches, {args.minibatches}")
     if not args.model and args.dataset != Args.dataset:
         die("--dataset needs --model: the toy model only knows the toy problems")
-    if args.out and Path(args.out).exists() and any(Path(args.out).iterdir()):
+    if args.stop_at and not args.eval_dataset:
+        die("--stop-at needs --eval-dataset: it looks at the evaluation accuracy")
+    if args.gpu_memory > 1:
+        die("--gpu-memory is a share of the GPU, at most 1")
+    if args.out and Path(args.out).exists() and any(Path(args.out).glob("*")):
         die(f"--out {args.out} holds another run; name a new directory")
+    if args.out and Path(args.out).is_file():
+        die(f"--out {args.out} is a file; name a new directory")
     return args
 
 
@@ -185,7 +191,8 @@ def read_rows(source):
     try:
         if kind:
             return load_dataset(kind, data_files=source, split="train")
-        return load_dataset(*source.split(":", 1), split="train")
+        name, config, part, *_ = *source.split(":"), "", ""
+        return load_dataset(name, config or None, split=part or "train")
     except Exception as error:
         die(f"cannot read {source}: {error.__cause__ or error} (no hub? --dataset takes files)")
 
@@ -240,7 +247,7 @@ for _ in range(5):  # a complete \boxed{}, with braces in braces
 BOXED = re.compile(rf"\\boxed\s*\{{({BRACED})\}}")
 MARKED = re.compile(rf"{BOXED.pattern}|(?:answer\s*:|####)[\s*]*([^\n]+)", re.IGNORECASE)
 NUMBER = re.compile(r"[+-]?\d{1,40}(\.\d{1,40}|/0*[1-9]\d{0,39})?")
-UNDONE = re.compile(r"\d\s*[-+*/]\s*\d")
+UNDONE = re.compile(r"\d[\s)}\]]*([-+*/×·÷]|\\(times|cdot|div))[\s({\[]*\d")
 
 
 def final_answer(text):
@@ -248,9 +255,10 @@ def final_answer(text):
     whichever comes last; one word alone is an answer too; "" if there is none."""
     found = MARKED.findall(text)  # pairs, of which one half is empty
     answer = "".join(found[-1]) if found else text if len(text.split()) == 1 else ""
+    answer = re.split(r"(?i)answer\s*:", answer)[-1]  # "#### Final answer: 4"
     answer = (BOXED.findall(answer) or [answer])[-1]  # "Answer: \\boxed{4}"
     answer = re.sub(r"(?<=\d),(?=\d{3}\b)", "", answer)  # 1,234 is 1234
-    return answer.strip(" $*").removesuffix(".").strip()
+    return answer.strip(" $*`").removesuffix(".").strip(" $*`")
 
 
 def equivalent(answer, gold):
@@ -268,14 +276,15 @@ class Grader:
     as 9^{9^{9^{9}}} keeps it busy in C, where only a kill ends it.
     """
 
-    SECONDS, BATCH_SECONDS, CHARACTERS = 1.0, 60.0, 500  # bounds of an answer, a batch, an answer
+    SECONDS, CHARACTERS = 1.0, 500  # the most for an answer
+    BATCH_SECONDS, MEAN_SECONDS = 60.0, 0.05  # and for n answers: the first + n * the second
 
     def __init__(self):
         self.pool, self.deadline, self.timeouts = None, INF, 0
 
     def __call__(self, texts, golds):
         """B texts and B gold answers -> R (B,)"""
-        self.deadline = time.monotonic() + self.BATCH_SECONDS
+        self.deadline = time.monotonic() + self.BATCH_SECONDS + len(texts) * self.MEAN_SECONDS
         pairs = zip(map(final_answer, texts), golds)
         R = torch.tensor([float(self.same(*pair)) for pair in pairs])
         self.deadline = INF
@@ -288,7 +297,10 @@ class Grader:
                 return Fraction(answer) == Fraction(gold)
             if UNDONE.search(answer):  # "3 + 4" repeats the question
                 return False
-        if not answer or len(answer) > self.CHARACTERS or time.monotonic() > self.deadline:
+        if not answer or len(answer) > self.CHARACTERS:
+            return False
+        if time.monotonic() > self.deadline:
+            self.timeouts += 1
             return False
         if self.pool is None:  # spawn: forking a process full of threads may hang
             self.pool = multiprocessing.get_context("spawn").Pool(1, start_worker)
@@ -557,9 +569,8 @@ def keep_mask(advantages, anchor, pi, method):
     advantages (N,); anchor and pi (N, 1+K), probabilities -> bool (N,), False = blocked.
     """
 
-    def side(low_high):
-        return torch.where(advantages > 0, low_high[1], low_high[0])
-
+    # (N,): of a pair for (A < 0, A > 0), the one that a token's A asks for
+    side = lambda pair: anchor.new_tensor(pair)[(advantages > 0).long()]
     # A > 0 raises pi(y_t): away if it is above the anchor already. A < 0: the mirror image.
     # A = 0 moves nothing.
     away = advantages.sign() * (pi[..., 0] - anchor[..., 0]) > 0
@@ -666,9 +677,9 @@ def micro_batches(samples, tokens):
         yield batch
 
 
-def flat(samples, name):
-    """One field of all samples, token after token: (N, ...), on the trainer's device."""
-    return torch.cat([getattr(s, name) for s in samples]).to(DEVICE)
+def flat(samples, name, device=DEVICE):
+    """One field of all samples, token after token: (N, ...)."""
+    return torch.cat([getattr(s, name) for s in samples]).to(device)
 
 
 def finite(name, x):
@@ -770,7 +781,7 @@ def rollout(engine, model, tokenizer, grader, problems, n, seed, watch):
     watch.lap("push")
     set_seed(seed)  # engines draw from the global generators
     samples = engine.generate([p.ids for p in problems], n)
-    finite("log mu", flat(samples, "logmu")[:, 0])
+    finite("log mu", flat(samples, "logmu", "cpu")[:, 0])
     watch.lap("rollout")
     for i, s in enumerate(samples):
         s.problem = problems[i // n]
@@ -780,15 +791,15 @@ def rollout(engine, model, tokenizer, grader, problems, n, seed, watch):
     return samples, R
 
 
-def check_engine(fresh, dtype):
+def check_engine(fresh, exact):
     """mu is mu only if the trainer agrees at the same weights. -> |log pi - log mu| (N,), in nats
 
     Otherwise the run ends: stale weights, a shifted token, another temperature, a cached prefix.
-    Healthy float32 engines are 1e-5 off at most; bfloat16 ones some hundredths on average, rare
-    tokens much more, so that there the mean is what is bounded.
+    With float32 on both sides (exact) healthy engines are 1e-5 off at most; bfloat16 is some
+    hundredths off on average, rare tokens much more, so that there the mean is bounded.
     """
     gap = (flat(fresh, "old")[:, 0] - flat(fresh, "logmu")[:, 0]).abs()
-    found, bound = (gap.max(), 1e-3) if dtype == "float32" else (gap.mean(), 0.15)
+    found, bound = (gap.max(), 1e-3) if exact else (gap.mean(), 0.15)
     if not found <= bound:
         die(
             f"engine and trainer differ by {found:.2g} nats (bound {bound}) on a fresh rollout: "
@@ -802,7 +813,7 @@ def metrics(samples, R, fresh, gap, seen, group_size):
     """One row of metrics.jsonl; README.md says what each number tells."""
     mean = lambda x: torch.as_tensor(x, dtype=torch.float64).mean().item()
     rate = R.view(-1, group_size).mean(-1)  # (P,)
-    logmu = flat(samples, "logmu")[:, 0]
+    logmu = flat(samples, "logmu", "cpu")[:, 0]
     gap_p = (flat(fresh, "old")[:, 0].exp() - flat(fresh, "logmu")[:, 0].exp()).abs()
     row = dict(reward=mean(R), solved=mean(rate > 0), informative=mean((rate > 0) & (rate < 1)))
     row |= dict(length=len(logmu) / len(samples), truncated=mean([not s.stopped for s in samples]))
@@ -851,7 +862,7 @@ def load_tokenizer(args):
     try:
         eos = GenerationConfig.from_pretrained(args.model).eos_token_id
     except OSError:
-        eos = None
+        eos = getattr(config, "eos_token_id", None)
     eos = {*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id} - {None}
     if tokenizer.chat_template:  # a turn's last token ends a response too: <|im_end|> and its like
         turns = [dict(role="user", content="?"), dict(role="assistant", content="!")]
@@ -860,9 +871,13 @@ def load_tokenizer(args):
         eos |= {*last} & {*tokenizer.all_special_ids}
     if not eos:
         die(f"--model {args.model} has no end-of-sequence token: no response could end")
-    positions = getattr(config, "max_position_embeddings", None) or INF
+    text_config = config.get_text_config()
+    positions = getattr(text_config, "max_position_embeddings", None) or INF
     if args.max_prompt + args.max_response > positions:
         die(f"--max-prompt plus --max-response exceed the model's {positions} positions")
+    for key in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
+        if getattr(text_config, key, None) not in (None, 1, 1.0):
+            die(f"{args.model} bends its logits ({key}), which log_probs() does not: not supported")
     for key, value in config.to_dict().items():
         if "drop" in key and isinstance(value, float):
             setattr(config, key, 0.0)  # pi is what a forward pass says, every time the same
@@ -881,13 +896,17 @@ def load_model(args, config):
 
 
 def load_engine(args, eos, K):
+    if args.engine == "hf" and args.engine_dtype not in ("auto", AUTO_DTYPE):
+        die(
+            f"--engine-dtype {args.engine_dtype}: --engine hf samples in the trainer's {AUTO_DTYPE}"
+        )
     if args.engine != "hf":
         try:
             return VllmEngine(args, eos, K)
-        except ImportError as error:
-            if args.engine == "vllm":
-                die(f"--engine vllm cannot be imported ({error}); see README.md, or --engine hf")
-            say("vLLM cannot be imported here: sampling with plain PyTorch (--engine hf)")
+        except Exception as error:
+            if args.engine == "vllm" or not isinstance(error, ImportError) and DEVICE == "cuda":
+                die(f"vLLM does not start: {error} (see README.md, or use --engine hf)", 1)
+            say(f"vLLM does not run here ({error}): sampling with plain PyTorch (--engine hf)")
     return HfEngine(args, eos, K)
 
 
@@ -895,7 +914,7 @@ def main(argv=None):
     from tqdm import tqdm
 
     started, args = time.perf_counter(), parse_args(argv)
-    effective_method(args)
+    effective_method(args)  # for typos; once more when the vocabulary is known
     name = f"{args.method}-{Path(args.model).name or 'toy'}-{time.strftime('%Y%m%d-%H%M%S')}"
     out = Path(args.out or f"runs/{name}")
     if not args.model:
@@ -906,7 +925,7 @@ def main(argv=None):
 
     # all that can be wrong with the input, before the engine's slow start
     config, tokenizer, eos = load_tokenizer(args)
-    method = effective_method(args, config.vocab_size)
+    method = effective_method(args, config.get_text_config().vocab_size)
     saved_dtype, grader = config.dtype or torch.float32, Grader()
     nothing = lambda *args, **kwargs: None
     tracker = SimpleNamespace(init=nothing, log=nothing, finish=nothing)
@@ -966,7 +985,7 @@ def main(argv=None):
         stride = 1 if method.anchor == "recomputed" else max(1, len(samples) // 16)
         fresh = samples[::stride]
         score(model, fresh, args)
-        gap = check_engine(fresh, engine.dtype)
+        gap = check_engine(fresh, exact=engine.dtype == AUTO_DTYPE == "float32")
         watch.lap("score")
 
         # 4. minibatches of whole groups, one optimizer step each

@@ -78,7 +78,7 @@ def test_hf_engine_records_the_law_that_samples(models, tied, K):
     check_samples(model, prompts, samples, 6, K)
     assert {s.stopped for s in samples} == {True, False}
     dppo.score(model, samples, args)
-    assert dppo.check_engine(samples, "float32").max() < 1e-4
+    assert dppo.check_engine(samples, exact=True).max() < 1e-4
 
 
 def test_hf_engine_samples_from_mu(models):
@@ -151,7 +151,7 @@ def test_vllm_records_the_law_that_samples_after_every_push(models, tied, enviro
         samples = engine.generate(prompts, n)
         check_samples(model, prompts, samples, n, K)
         dppo.score(model, samples, args)
-        assert dppo.check_engine(samples, "float32").max() < 1e-4
+        assert dppo.check_engine(samples, exact=True).max() < 1e-4
         draws.append([s.y_ids[:, 0].tolist() for s in samples])
     assert draws[0] != draws[1] != draws[2]
     assert torch.get_num_threads() == THREADS
@@ -161,7 +161,7 @@ def test_vllm_records_the_law_that_samples_after_every_push(models, tied, enviro
     samples = engine.generate(prompts, n)
     dppo.score(model, samples, args)
     with pytest.raises(SystemExit) as stop:
-        dppo.check_engine(samples, "float32")
+        dppo.check_engine(samples, exact=True)
     assert stop.value.code == 1
 
 
@@ -202,6 +202,6 @@ def test_vllm_ignores_the_models_own_sampling_settings(models, tmp_path, environ
     engine.push(model)
     samples = engine.generate(prompts, 40)
     dppo.score(model, samples, args)
-    assert dppo.check_engine(samples, "float32").max() < 1e-4
+    assert dppo.check_engine(samples, exact=True).max() < 1e-4
     lasts = {s.y_ids[-1, 0].item() for s in samples if s.stopped}
     assert lasts == {EOS, 5} and max(len(s.y_ids) for s in samples) > 3

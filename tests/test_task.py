@@ -41,6 +41,8 @@ def tokenizer():
         ("Answer: \\boxed{4}", "4"),
         ("\\boxed{5} and then \\boxed{6 never closed", "5"),
         ("first \\boxed{5}, then Answer: 6", "6"),
+        ("#### Final Answer: 5", "5"),
+        ("Answer: `5`.", "5"),
         ("I do not know", ""),
         ("", ""),
     ],
@@ -62,6 +64,9 @@ def test_final_answer(text, answer):
         ("Answer: 3 + 4 = 7", "7", 1),
         ("Answer: 3 + 4 = 8", "7", 0),
         ("Answer: 3 + 4", "7", 0),  # the question again
+        ("\\boxed{(3)+(4)}", "7", 0),
+        ("\\boxed{3 \\times 4}", "12", 0),
+        ("\\boxed{10^{-3}}", "0.001", 1),
         ("Answer: 35", "34", 0),
         ("\\boxed{(2,1)}", "(1,2)", 0),
         ("I think that 34 is right", "34", 0),
@@ -89,10 +94,11 @@ def test_no_answer_takes_more_than_seconds(grader, answer):
 
 def test_a_batch_has_a_bound_of_its_own(monkeypatch):
     monkeypatch.setattr(dppo.Grader, "BATCH_SECONDS", 3.0)
+    monkeypatch.setattr(dppo.Grader, "MEAN_SECONDS", 0.0)
     grader, start = dppo.Grader(), time.monotonic()
     R = grader(["\\boxed{9^{9^{9^{9}}}}"] * 50 + ["34"], ["7"] * 50 + ["34"])
     grader.close()
-    assert time.monotonic() - start < 30 and grader.timeouts < 10
+    assert time.monotonic() - start < 30 and grader.timeouts == 50
     assert R.tolist() == [0.0] * 50 + [1.0]  # numbers need no time
 
 
@@ -138,6 +144,15 @@ def test_parquet_rows_and_columns_named_by_flags(tmp_path, tokenizer, grader):
     argv = ["--model", "none", "--dataset", path, "--instruction", ""]
     args = dppo.parse_args([*argv, "--prompt-column", "q", "--answer-column", "a"])
     (problem,) = dppo.load_problems(path, args, tokenizer, grader)
+    assert (problem.text, problem.gold) == ("1+2=", "3")
+
+
+def test_a_split_is_named_after_the_config(tmp_path, tokenizer, grader):
+    from datasets import Dataset
+
+    Dataset.from_list([KNOWN["MATH-500"]]).to_parquet(str(tmp_path / "test.parquet"))
+    args = dppo.parse_args(["--model", "none", "--instruction", ""])
+    (problem,) = dppo.load_problems(f"{tmp_path}::test", args, tokenizer, grader)
     assert (problem.text, problem.gold) == ("1+2=", "3")
 
 
@@ -207,6 +222,9 @@ def test_bad_flags_are_refused_with_one_line(capsys, tmp_path):
     assert "must be positive" in say("--lr", "nan")
     assert "0 or more" in say("--top-k", "-1")
     assert "LOW <= HIGH" in say("--solve-rate", "0.8", "0.2")
+    assert "--eval-dataset" in say("--model", "x", "--stop-at", "0.9")
+    assert "at most 1" in say("--gpu-memory", "2")
+    assert "is a file" in say("--out", str(ROOT / "README.md"))
     assert "y_t only" in say("--method", "grpo", "--top-k", "5")
     assert "vocabulary" in say("--top-k", "999", "--out", str(tmp_path / "a" / "b"))
     assert "--dataset needs --model" in say("--dataset", "x.jsonl")
@@ -216,7 +234,8 @@ def test_bad_flags_are_refused_with_one_line(capsys, tmp_path):
 
 def test_bad_input_is_refused_with_one_line(capsys, tmp_path, models):
     model = models("tied")
-    say = lambda *argv: refused(capsys, "--max-prompt", "9", "--max-response", "9", *argv)
+    short = ["--max-prompt", "9", "--max-response", "9", "--instruction", ""]
+    say = lambda *argv: refused(capsys, *short, *argv)
     assert "--model /no/such" in say("--model", "/no/such")
     rows = tmp_path / "rows.jsonl"
     data = ["--model", model, "--dataset", str(rows)]
@@ -230,6 +249,8 @@ def test_bad_input_is_refused_with_one_line(capsys, tmp_path, models):
     rows.write_text('{"prompt": "1+1=", "answer": ""}')
     assert "no row is left" in say(*data)
     rows.write_text('{"prompt": "1+1=", "answer": "2"}')
+    assert "softcapping" in say(*data[2:], "--model", models("soft", final_logit_softcapping=30.0))
+    assert "the trainer's float32" in say(*data, "--engine", "hf", "--engine-dtype", "bfloat16")
     assert "positions" in say(*data, "--max-response", "9999")
     assert "is not installed" in say(*data, "--tracker", "trackio")
     (tmp_path / "run").mkdir()
