@@ -49,6 +49,7 @@ from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NoReturn
 
 # Idle threads of torch and vLLM spin for long by default, which starves whatever else runs here.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
@@ -117,7 +118,7 @@ class Args:
     trust_remote_code: bool = flag(False, "run code that the model directory brings")
 
 
-def die(message, code=2):
+def die(message, code=2) -> NoReturn:
     """End with one line that says what is wrong and what to do. code 2: the input, 1: the run."""
     print("dppo:", " ".join(str(message).split()), file=sys.stderr)
     raise SystemExit(code)
@@ -143,10 +144,10 @@ def parse_args(argv=None) -> Args:
         parser.set_defaults(**lm.SETTINGS)
     args = Args(**vars(parser.parse_args(argv)))
     for f in fields(Args):
-        value = getattr(args, f.name)
-        least = "0 or more" if f.name in ("top_k", "weight_decay", "seed") else "positive"
+        value, zero = getattr(args, f.name), f.name in ("top_k", "weight_decay", "seed")
         if f.type in (int, float) and value is not None:
-            if not (0 < value < INF or (value == 0 and least != "positive")):
+            if not (0 < value < INF or (zero and value == 0)):
+                least = "0 or more" if zero else "positive"
                 die(f"--{f.name.replace('_', '-')} must be {least}, not {value}")
     if not 0 <= args.solve_rate[0] <= args.solve_rate[1] <= 1:
         die("--solve-rate LOW HIGH must satisfy 0 <= LOW <= HIGH <= 1")
@@ -160,10 +161,8 @@ def parse_args(argv=None) -> Args:
         die("--stop-at needs --eval-dataset: it looks at the evaluation accuracy")
     if args.gpu_memory > 1:
         die("--gpu-memory is a share of the GPU, at most 1")
-    if args.out and Path(args.out).exists() and any(Path(args.out).glob("*")):
-        die(f"--out {args.out} holds another run; name a new directory")
-    if args.out and Path(args.out).is_file():
-        die(f"--out {args.out} is a file; name a new directory")
+    if args.out and (Path(args.out).is_file() or any(Path(args.out).glob("*"))):
+        die(f"--out {args.out} is a file or holds another run; name a new directory")
     return args
 
 
@@ -338,7 +337,7 @@ class Sample:
     text: str = ""
     R: float = math.nan
     A: float = math.nan
-    old: Tensor = None  # (T, 1+K) log pi_theta'
+    old: Tensor = None  # (T, 1+K) log pi_theta', once scored
 
 
 def slots(y, logmu_y, top, logmu_top):
@@ -447,19 +446,19 @@ class HfEngine:
         P = max(map(len, rows))
         pad = lambda row, value: [0] * (P - len(row)) + value  # on the left: all end together
         ids = torch.tensor([pad(row, row) for row in rows], device=DEVICE)  # (B, P)
-        seen = torch.tensor([pad(row, [1] * len(row)) for row in rows], device=DEVICE)
+        attend = torch.tensor([pad(row, [1] * len(row)) for row in rows], device=DEVICE)
         alive, cache, steps = torch.ones_like(ids[:, 0], dtype=torch.bool), None, []
         while alive.any() and len(steps) < self.args.max_response:
-            position = (seen.cumsum(-1) - 1).clamp_min(0)[:, -ids.shape[1] :]
+            position = (attend.cumsum(-1) - 1).clamp_min(0)[:, -ids.shape[1] :]
             with autocast():
                 more = dict(past_key_values=cache, use_cache=True, logits_to_keep=1)
-                out = self.model(ids, attention_mask=seen, position_ids=position, **more)
+                out = self.model(ids, attention_mask=attend, position_ids=position, **more)
             cache = out.past_key_values
             logp = (out.logits[:, -1].float() / self.args.temperature).log_softmax(-1)  # (B, V)
             y, top = torch.multinomial(logp.exp(), 1), logp.topk(self.K)
             steps.append((*slots(y, logp.gather(-1, y), top.indices, top.values), alive))
             alive = alive & ~torch.isin(y[:, 0], self.eos.to(DEVICE))
-            ids, seen = y, torch.cat([seen, torch.ones_like(y)], -1)
+            ids, attend = y, torch.cat([attend, torch.ones_like(y)], -1)
         y_ids, logmu, valid = (torch.stack(x, 1).cpu() for x in zip(*steps))
         rest = zip(rows, y_ids, logmu, valid.sum(-1), alive.tolist())
         return [Sample(row, y[:T], lp[:T], not cut) for row, y, lp, T, cut in rest]
@@ -568,7 +567,6 @@ def keep_mask(advantages, anchor, pi, method):
 
     advantages (N,); anchor and pi (N, 1+K), probabilities -> bool (N,), False = blocked.
     """
-
     # (N,): of a pair for (A < 0, A > 0), the one that a token's A asks for
     side = lambda pair: anchor.new_tensor(pair)[(advantages > 0).long()]
     # A > 0 raises pi(y_t): away if it is above the anchor already. A < 0: the mirror image.
@@ -609,16 +607,16 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, y_ids, temperature, chunk, token_loss):
         grad_hidden, total = torch.empty_like(hidden), 0.0
-        grad_weight = torch.zeros_like(
-            weight, dtype=torch.promote_types(weight.dtype, torch.float32)
-        )
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        grad_weight = torch.zeros_like(weight, dtype=dtype)  # bfloat16 sums would lose small terms
         for rows in chunks(len(hidden), chunk):
             logp = log_probs(hidden[rows], weight, temperature)  # (n, V)
             logpi = logp.gather(-1, y_ids[rows]).requires_grad_()  # (n, 1+K)
             with torch.enable_grad():
                 loss = token_loss(logpi, rows).sum()
-                (g,) = torch.autograd.grad(loss, logpi)
-            d_logits = logp.exp_().mul_(-g.sum(-1, keepdim=True)).scatter_add_(-1, y_ids[rows], g)
+                (g,) = torch.autograd.grad(loss, logpi)  # (n, 1+K)
+            softmax = logp.exp_()  # in place: the chunk's only (n, V) tensor
+            d_logits = softmax.mul_(-g.sum(-1, keepdim=True)).scatter_add_(-1, y_ids[rows], g)
             d_logits = d_logits.to(weight.dtype)
             grad_hidden[rows] = d_logits @ weight / temperature
             grad_weight += d_logits.T @ (hidden[rows] / temperature)
@@ -719,7 +717,7 @@ def update(model, optimizer, samples, method, args):
         anchor = (flat(batch, "old") if method.anchor == "recomputed" else logmu).exp()
         A = torch.cat([torch.full((len(s.y_ids),), s.A) for s in batch]).to(DEVICE)  # (N,)
 
-        def token_loss(logpi, rows, y_ids=y_ids, logmu=logmu, anchor=anchor, A=A):
+        def token_loss(logpi, rows, logmu=logmu, anchor=anchor, A=A):  # logpi (n, 1+K)
             logmu, anchor, A = logmu[rows], anchor[rows], A[rows]
             pi = finite("log pi", logpi.detach()).masked_fill(logmu == -INF, -INF).exp()
             D = finite("D", method.distance(anchor, pi))
@@ -814,11 +812,11 @@ def metrics(samples, R, fresh, gap, seen, group_size):
     mean = lambda x: torch.as_tensor(x, dtype=torch.float64).mean().item()
     rate = R.view(-1, group_size).mean(-1)  # (P,)
     logmu = flat(samples, "logmu", "cpu")[:, 0]
-    gap_p = (flat(fresh, "old")[:, 0].exp() - flat(fresh, "logmu")[:, 0].exp()).abs()
+    gap_prob = (flat(fresh, "old")[:, 0].exp() - flat(fresh, "logmu")[:, 0].exp()).abs()
     row = dict(reward=mean(R), solved=mean(rate > 0), informative=mean((rate > 0) & (rate < 1)))
     row |= dict(length=len(logmu) / len(samples), truncated=mean([not s.stopped for s in samples]))
     row |= dict(entropy=-mean(logmu), updates=len(seen))  # E[-log mu(y_t)] is the mean entropy
-    spread = dict(gap_log=gap, gap=gap_p)
+    spread = dict(gap_log=gap, gap=gap_prob)
     if seen:
         A, logmu, logpi, D, keep, norm = (torch.cat([s[name] for s in seen]) for name in seen[0])
         last = (seen[-1]["logpi"].exp() - seen[-1]["logmu"].exp()).abs()
@@ -992,7 +990,7 @@ def main(argv=None):
         n, G = args.minibatches, args.group_size
         cuts = [len(chosen) * i // n * G for i in range(n + 1)]
         parts = [samples[a:b] for a, b in zip(cuts, cuts[1:])]
-        seen = [what for part in parts if (what := update(model, optimizer, part, method, args))]
+        seen = [stats for p in parts if (stats := update(model, optimizer, p, method, args))]
         watch.lap("train")
 
         # 5. what happened
