@@ -124,6 +124,10 @@ def die(message, code=2) -> NoReturn:
     raise SystemExit(code)
 
 
+class Stop(Exception):
+    """The run must end, or it would train on garbage; main() says at which step."""
+
+
 def parse_args(argv=None) -> Args:
     formatter = argparse.ArgumentDefaultsHelpFormatter
     parser = argparse.ArgumentParser("dppo.py", formatter_class=formatter, allow_abbrev=False)
@@ -391,7 +395,7 @@ class VllmEngine:
         weights = iter(model.state_dict().items())
         self.llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=weights))
         if not self.llm.reset_prefix_cache():
-            die("vLLM keeps prefixes that old weights computed", 1)
+            raise Stop("vLLM keeps prefixes that old weights computed")
 
     def generate(self, prompts, n):
         """P prompts (lists of token ids) -> P * n samples, the n of a prompt side by side."""
@@ -407,7 +411,7 @@ class VllmEngine:
                 stopped = out.finish_reason == "stop"
                 samples.append(Sample(request.prompt_token_ids, y_ids, logmu, stopped))
         if [s.prompt for s in samples[::n]] != prompts:
-            die("vLLM changed the prompts' token ids", 1)
+            raise Stop("vLLM changed the prompts' token ids")
         return samples
 
     def sleep(self):
@@ -455,6 +459,7 @@ class HfEngine:
                 out = self.model(ids, attention_mask=attend, position_ids=position, **more)
             cache = out.past_key_values
             logp = (out.logits[:, -1].float() / self.args.temperature).log_softmax(-1)  # (B, V)
+            finite("log mu", logp.amax(-1))
             y, top = torch.multinomial(logp.exp(), 1), logp.topk(self.K)
             steps.append((*slots(y, logp.gather(-1, y), top.indices, top.values), alive))
             alive = alive & ~torch.isin(y[:, 0], self.eos.to(DEVICE))
@@ -683,7 +688,7 @@ def flat(samples, name, device=DEVICE):
 def finite(name, x):
     """x, unless the run must end: a NaN distance compares as "not far" and passes every mask."""
     if not torch.as_tensor(x).isfinite().all():
-        die(f"{name} is not finite; stopped before the optimizer moves", 1)
+        raise Stop(f"{name} is not finite; ended before the optimizer moves")
     return x
 
 
@@ -799,10 +804,9 @@ def check_engine(fresh, exact):
     gap = (flat(fresh, "old")[:, 0] - flat(fresh, "logmu")[:, 0]).abs()
     found, bound = (gap.max(), 1e-3) if exact else (gap.mean(), 0.15)
     if not found <= bound:
-        die(
+        raise Stop(
             f"engine and trainer differ by {found:.2g} nats (bound {bound}) on a fresh rollout: "
-            "other weights, another temperature, or model code that differs between the two",
-            code=1,
+            "other weights, another temperature, or model code that differs between the two"
         )
     return gap
 
@@ -908,6 +912,50 @@ def load_engine(args, eos, K):
     return HfEngine(args, eos, K)
 
 
+def train_step(step, sample, engine, model, optimizer, problems, method, args):
+    """One rollout and its minibatches -> its row of metrics, its samples."""
+    watch = Stopwatch()
+
+    # 1. rollout: y ~ mu, R(y)
+    chosen = problems_of(problems, step, args)
+    samples, R = sample(chosen, args.group_size, seed_of(args, "rollout", step), watch)
+    engine.sleep()
+
+    # 2. advantages
+    A = group_advantages(R, args.group_size, args.normalize_std)
+    for s, reward, advantage in zip(samples, R.tolist(), A.tolist()):
+        s.R, s.A = reward, advantage
+
+    # 3. pi_theta' at the rollout's weights: of all samples if the method is anchored there, else
+    #    of 16, which is enough to see that engine and trainer agree
+    fresh = samples[:: 1 if method.anchor == "recomputed" else max(1, len(samples) // 16)]
+    score(model, fresh, args)
+    gap = check_engine(fresh, exact=engine.dtype == AUTO_DTYPE == "float32")
+    watch.lap("score")
+
+    # 4. minibatches of whole groups, one optimizer step each
+    n, G = args.minibatches, args.group_size
+    cuts = [len(chosen) * i // n * G for i in range(n + 1)]
+    parts = [samples[a:b] for a, b in zip(cuts, cuts[1:])]
+    seen = [stats for p in parts if (stats := update(model, optimizer, p, method, args))]
+    watch.lap("train")
+
+    row = metrics(samples, R, fresh, gap, seen, G)
+    row |= dict(tokens_per_s=row["length"] * len(samples) / sum(watch.values()))
+    return row | {f"s_{stage}": seconds for stage, seconds in watch.items()}, samples
+
+
+def keep_solvable(sample, problems, args):
+    """The problems that the model solves neither too rarely nor too often: the sanity test."""
+    (low, high), n = args.solve_rate, args.solve_rate_samples
+    if (low, high) == (0.0, 1.0):
+        return problems
+    rates = sample(problems, n, seed_of(args, "rates"), Stopwatch())[1].view(-1, n).mean(-1)
+    kept = [p for p, rate in zip(problems, rates.tolist()) if low <= rate <= high]
+    say(f"solve rate {rates.mean():.3f}; {len(kept):,} of {len(rates):,} in [{low}, {high}]")
+    return kept or die("--solve-rate keeps no prompt: widen it or take other problems")
+
+
 def main(argv=None):
     from tqdm import tqdm
 
@@ -931,7 +979,7 @@ def main(argv=None):
         tracker = tracker if args.tracker == "none" else importlib.import_module(args.tracker)
     except ImportError:
         die(f"--tracker {args.tracker} is not installed: pip install {args.tracker}")
-    problems = held_out = load_problems(args.dataset, args, tokenizer, grader)
+    problems, held_out = load_problems(args.dataset, args, tokenizer, grader), None
     if args.eval_dataset not in ("", "train"):
         held_out = load_problems(args.eval_dataset, args, tokenizer, grader)
 
@@ -942,70 +990,41 @@ def main(argv=None):
     chat = "chat template" if tokenizer.chat_template else "no chat template: plain text prompts"
     say(f"{args.model}: {parameters:,} parameters, tied head: {tied}, EOS {eos}, {chat}")
     say(f"engine: {type(engine).__name__}, {engine.dtype}; --method {args.method} {method.text()}")
+
     sample = partial(rollout, engine, model, tokenizer, grader)
-    low, high = args.solve_rate
-    if (low, high) != (0.0, 1.0):
-        n = args.solve_rate_samples
-        rates = sample(problems, n, seed_of(args, "rates"), Stopwatch())[1].view(-1, n).mean(-1)
-        kept = [p for p, rate in zip(problems, rates.tolist()) if low <= rate <= high]
-        say(f"solve rate {rates.mean():.3f}; {len(kept):,} of {len(rates):,} in [{low}, {high}]")
-        held_out = kept if held_out is problems else held_out
-        problems = kept or die("--solve-rate keeps no prompt: widen it or take other problems")
-
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "config.json").write_text(json.dumps(asdict(args), indent=1))
-    tracker.init(project="dppo", name=out.name, config=asdict(args))
-    history, accuracy, bar = [], [], tqdm(total=args.steps, unit="step")
-    for step in range(args.steps + 1):
-        row = dict(step=step)
-        if args.eval_dataset and (step % args.eval_every == 0 or step == args.steps):
-            seed = seed_of(args, "eval", step)
-            R = sample(held_out, args.eval_samples, seed, Stopwatch())[1]
-            accuracy.append(R.mean().item())
-            row["accuracy"] = accuracy[-1]
-            say(f"step {step}: evaluation accuracy {accuracy[-1]:.3f}")
-        if step == args.steps or (accuracy and args.stop_at and accuracy[-1] >= args.stop_at):
-            break
-        watch = Stopwatch()
-
-        # 1. rollout: y ~ mu, R(y)
-        chosen = problems_of(problems, step, args)
-        samples, R = sample(chosen, args.group_size, seed_of(args, "rollout", step), watch)
-        engine.sleep()
-
-        # 2. advantages
-        A = group_advantages(R, args.group_size, args.normalize_std)
-        for s, reward, advantage in zip(samples, R.tolist(), A.tolist()):
-            s.R, s.A = reward, advantage
-
-        # 3. pi_theta' at the rollout's weights: of all samples if the method is anchored there,
-        #    else of 16, which is enough to see that engine and trainer agree
-        stride = 1 if method.anchor == "recomputed" else max(1, len(samples) // 16)
-        fresh = samples[::stride]
-        score(model, fresh, args)
-        gap = check_engine(fresh, exact=engine.dtype == AUTO_DTYPE == "float32")
-        watch.lap("score")
-
-        # 4. minibatches of whole groups, one optimizer step each
-        n, G = args.minibatches, args.group_size
-        cuts = [len(chosen) * i // n * G for i in range(n + 1)]
-        parts = [samples[a:b] for a, b in zip(cuts, cuts[1:])]
-        seen = [stats for p in parts if (stats := update(model, optimizer, p, method, args))]
-        watch.lap("train")
-
-        # 5. what happened
-        row |= metrics(samples, R, fresh, gap, seen, G)
-        row |= {f"s_{stage}": seconds for stage, seconds in watch.items()}
-        row |= dict(tokens_per_s=row["length"] * len(samples) / sum(watch.values()))
-        row |= dict(grader_timeouts=grader.timeouts)
-        history.append(row)
-        record(out, row, samples[:: max(1, len(samples) // 3)][:3])
-        tracker.log(row, step=step)
-        bar.update()
-        bar.set_postfix_str(
-            f"reward {row['reward']:.3f}, blocked {row.get('blocked', 0.0):.2%}, mismatch "
-            f"{row['gap_log_mean']:.0e}, {row['tokens_per_s']:.0f} tok/s"
-        )
+    step, history, accuracy = "solve rates", [], []
+    try:
+        problems = keep_solvable(sample, problems, args)
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "config.json").write_text(json.dumps(asdict(args), indent=1))
+        tracker.init(project="dppo", name=out.name, config=asdict(args))
+        bar = tqdm(total=args.steps, unit="step")
+        for step in range(args.steps + 1):
+            row = dict(step=step)
+            if args.eval_dataset and (step % args.eval_every == 0 or step == args.steps):
+                asked, n, seed = (
+                    held_out or problems,
+                    args.eval_samples,
+                    seed_of(args, "eval", step),
+                )
+                row["accuracy"] = sample(asked, n, seed, Stopwatch())[1].mean().item()
+                accuracy.append(row["accuracy"])
+                say(f"step {step}: evaluation accuracy {accuracy[-1]:.3f}")
+            if step == args.steps or row.get("accuracy", -1) >= (args.stop_at or INF):
+                break
+            todo = (step, sample, engine, model, optimizer, problems, method, args)
+            stats, samples = train_step(*todo)
+            row |= stats | dict(grader_timeouts=grader.timeouts)
+            history.append(row)
+            record(out, row, samples[:: max(1, len(samples) // 3)][:3])
+            tracker.log(row, step=step)
+            bar.update()
+            bar.set_postfix_str(
+                f"reward {row['reward']:.3f}, blocked {row.get('blocked', 0.0):.2%}, mismatch "
+                f"{row['gap_log_mean']:.0e}, {row['tokens_per_s']:.0f} tok/s"
+            )
+    except Stop as reason:
+        die(f"step {step}: {reason}", code=1)
     if "accuracy" in row:  # of the final weights
         record(out, row, [])
     bar.close()
