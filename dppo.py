@@ -259,7 +259,7 @@ def final_answer(text):
     found = MARKED.findall(text)  # pairs, of which one half is empty
     answer = "".join(found[-1]) if found else text if len(text.split()) == 1 else ""
     answer = re.split(r"(?i)answer\s*:", answer)[-1]  # "#### Final answer: 4"
-    answer = (BOXED.findall(answer) or [answer])[-1]  # "Answer: \\boxed{4}"
+    answer = (BOXED.findall(answer) or [answer])[-1]  # "Answer: \boxed{4}"
     answer = re.sub(r"(?<=\d),(?=\d{3}\b)", "", answer)  # 1,234 is 1234
     return answer.strip(" $*`").removesuffix(".").strip(" $*`")
 
@@ -363,26 +363,29 @@ class VllmEngine:
 
         set_threads, threads = torch.set_num_threads, torch.get_num_threads()
         self.dtype = args.engine_dtype.replace("auto", AUTO_DTYPE)
-        kwargs = dict(
-            seed=args.seed, trust_remote_code=args.trust_remote_code, use_tqdm_on_load=False
-        )
-        if DEVICE == "cuda":
-            kwargs |= dict(enable_sleep_mode=True, gpu_memory_utilization=args.gpu_memory)
+        gpu = dict(enable_sleep_mode=True, gpu_memory_utilization=args.gpu_memory)
         self.llm = vllm.LLM(
             args.model,
             dtype=self.dtype,
+            seed=args.seed,
+            trust_remote_code=args.trust_remote_code,
             max_model_len=args.max_prompt + args.max_response,
             max_logprobs=max(1, K),
             logprobs_mode="processed_logprobs",  # after the temperature: the law that samples
             generation_config="vllm",  # not the model's own, which may change the sampler
-            enforce_eager=DEVICE == "cpu",
-            **kwargs,
+            use_tqdm_on_load=False,
+            **(gpu if DEVICE == "cuda" else dict(enforce_eager=True)),
         )
         set_threads(threads)  # LLM() keeps torch to fewer cores and replaces the function
         # what is not named keeps SamplingParams' own default: no truncation and no penalty
-        kwargs = dict(temperature=args.temperature, max_tokens=args.max_response, logprobs=K)
-        kwargs |= dict(stop_token_ids=eos, flat_logprobs=True, detokenize=False)
-        self.params = vllm.SamplingParams(**kwargs)
+        self.params = vllm.SamplingParams(
+            temperature=args.temperature,
+            max_tokens=args.max_response,
+            stop_token_ids=eos,
+            logprobs=K,
+            flat_logprobs=True,
+            detokenize=False,
+        )
         self.K, self.asleep = K, False
 
     def push(self, model):
@@ -976,7 +979,8 @@ def main(argv=None):
     nothing = lambda *args, **kwargs: None
     tracker = SimpleNamespace(init=nothing, log=nothing, finish=nothing)
     try:
-        tracker = tracker if args.tracker == "none" else importlib.import_module(args.tracker)
+        if args.tracker != "none":
+            tracker = importlib.import_module(args.tracker)
     except ImportError:
         die(f"--tracker {args.tracker} is not installed: pip install {args.tracker}")
     problems, held_out = load_problems(args.dataset, args, tokenizer, grader), None
@@ -1002,18 +1006,16 @@ def main(argv=None):
         for step in range(args.steps + 1):
             row = dict(step=step)
             if args.eval_dataset and (step % args.eval_every == 0 or step == args.steps):
-                asked, n, seed = (
-                    held_out or problems,
-                    args.eval_samples,
-                    seed_of(args, "eval", step),
-                )
-                row["accuracy"] = sample(asked, n, seed, Stopwatch())[1].mean().item()
+                seed, asked = seed_of(args, "eval", step), held_out or problems
+                R = sample(asked, args.eval_samples, seed, Stopwatch())[1]
+                row["accuracy"] = R.mean().item()
                 accuracy.append(row["accuracy"])
                 say(f"step {step}: evaluation accuracy {accuracy[-1]:.3f}")
             if step == args.steps or row.get("accuracy", -1) >= (args.stop_at or INF):
                 break
-            todo = (step, sample, engine, model, optimizer, problems, method, args)
-            stats, samples = train_step(*todo)
+            stats, samples = train_step(
+                step, sample, engine, model, optimizer, problems, method, args
+            )
             row |= stats | dict(grader_timeouts=grader.timeouts)
             history.append(row)
             record(out, row, samples[:: max(1, len(samples) // 3)][:3])
@@ -1027,6 +1029,7 @@ def main(argv=None):
         die(f"step {step}: {reason}", code=1)
     if "accuracy" in row:  # of the final weights
         record(out, row, [])
+        tracker.log(row, step=step)
     bar.close()
     grader.close()
     tracker.finish()
