@@ -38,17 +38,18 @@ import multiprocessing
 import os
 import random
 import re
+import shutil
 import signal
 import sys
 import time
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from fractions import Fraction
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NoReturn
 
 # Idle threads of torch and vLLM spin for long by default, which starves whatever else runs here.
@@ -64,12 +65,15 @@ AUTO_DTYPE = "bfloat16" if DEVICE == "cuda" else "float32"
 DAPO = "BytedTsinghua-SIA/DAPO-Math-17k"
 INSTRUCTION = 'Think step by step, then end with a line "Answer: X" where X is the final answer.'
 DTYPES, AGGS = ["auto", "float32", "bfloat16"], ["constant", "token-mean"]
+# what a run's problems come from, which a resumed run reads back
+FIXED = "model dataset prompt_column answer_column instruction solve_rate max_prompt".split()
 
 # ------------------------------------------------------------------------------- configuration
 
 
 def flag(default, text, kind=None, **kwargs):
-    return field(default=default, metadata=dict(help=text, type=kind or type(default), **kwargs))
+    kind = kind or (str if default is None else type(default))
+    return field(default=default, metadata=dict(help=text, type=kind, **kwargs))
 
 
 @dataclass
@@ -114,18 +118,35 @@ class Args:
     head_chunk: int = flag(1024, "tokens whose logits exist at once; memory only, never results")
     seed: int = flag(0, "with --engine hf on a CPU a run repeats exactly")
     out: str = flag("", "new directory for the run; default runs/METHOD-MODEL-TIME")
+    resume: str = flag(
+        None, "go on with the run in DIR, or the newest in runs/", nargs="?", const=""
+    )
+    save_every: int = flag(20, "steps between checkpoints, of 12 bytes a parameter each")
+    keep: int = flag(2, "how many checkpoints stay, the newest ones")
     tracker: str = flag("none", "log there too", choices=["none", "wandb", "trackio"])
     trust_remote_code: bool = flag(False, "run code that the model directory brings")
+    allow_pickle: bool = flag(False, "load weights from other files than .safetensors")
+
+
+def one_line(message):
+    """Nothing that a terminal obeys: messages quote data sets, models and other libraries."""
+    return " ".join("".join(c if c.isprintable() else " " for c in str(message)).split())
 
 
 def die(message, code=2) -> NoReturn:
     """End with one line that says what is wrong and what to do. code 2: the input, 1: the run."""
-    print("dppo:", " ".join(str(message).split()), file=sys.stderr)
+    print("dppo:", one_line(message), file=sys.stderr)
     raise SystemExit(code)
 
 
+def say(message):
+    from tqdm import tqdm
+
+    tqdm.write(one_line(message), file=sys.stderr)  # above the progress bar
+
+
 class Stop(Exception):
-    """The run must end, or it would train on garbage; main() says at which step."""
+    """The run must end, or it would train on garbage; run() says at which step and stage."""
 
 
 def parse_args(argv=None) -> Args:
@@ -142,11 +163,24 @@ def parse_args(argv=None) -> Args:
         if f.type is tuple:
             kwargs.update(type=float, nargs=2, metavar=("LOW", "HIGH"))
         parser.add_argument("--" + f.name.replace("_", "-"), **kwargs)
-    if not parser.parse_args(argv).model:
+    given, saved = parser.parse_args(argv), {}
+    if given.resume is not None:
+        out, saved = config_of(given.resume)
+        parser.set_defaults(**saved)  # the command line wins
+    elif not given.model:
         from toy import lm
 
         parser.set_defaults(**lm.SETTINGS)
     args = Args(**vars(parser.parse_args(argv)))
+    args.solve_rate = [*args.solve_rate]
+    if saved:
+        args.resume = args.out = out
+    for name in saved.keys() - {"resume", "out"}:
+        old, new, text = saved[name], getattr(args, name), f"--{name.replace('_', '-')}"
+        if new != old and name in FIXED:
+            die(f"--resume: {text} cannot change from {old} to {new}: start a new run")
+        if new != old:
+            say(f"--resume: {text} was {old}, is now {new}")
     for f in fields(Args):
         value, zero = getattr(args, f.name), f.name in ("top_k", "weight_decay", "seed")
         if f.type in (int, float) and value is not None:
@@ -165,9 +199,22 @@ def parse_args(argv=None) -> Args:
         die("--stop-at needs --eval-dataset: it looks at the evaluation accuracy")
     if args.gpu_memory > 1:
         die("--gpu-memory is a share of the GPU, at most 1")
-    if args.out and (Path(args.out).is_file() or any(Path(args.out).glob("*"))):
-        die(f"--out {args.out} is a file or holds another run; name a new directory")
+    unborn = {"config.json", "traceback.txt", "step-000000.partial"}  # of a run that got nowhere
+    if args.out and not saved:
+        if Path(args.out).is_file() or {path.name for path in Path(args.out).glob("*")} - unborn:
+            die(f"--out {args.out} is a file or holds another run: a new directory, or --resume")
     return args
+
+
+def config_of(resume):
+    """-> the directory and the flags of the run to go on with."""
+    try:
+        runs = [Path(resume, "config.json")] if resume else Path("runs").glob("*/config.json")
+        path = max(runs, key=os.path.getmtime)
+        config = json.loads(path.read_text())
+        return str(path.parent), {f.name: config[f.name] for f in fields(Args) if f.name in config}
+    except (OSError, ValueError, TypeError) as error:
+        die(f"--resume: no run in {resume or 'runs/'} ({error})")
 
 
 # ------------------------------------------------------------------------------ task and reward
@@ -211,7 +258,8 @@ def load_problems(source, args, tokenizer, grader):
     for row in rows:
         question, gold = (row.get(column) for column in shape)
         gold = gold.get("ground_truth") if isinstance(gold, dict) else gold
-        if not question or not isinstance(gold, (str, int, float)) or not str(gold).strip():
+        gold = gold if isinstance(gold, (str, int, float)) else ""  # null, a list
+        if not question or not isinstance(question, (str, list)) or not str(gold).strip():
             dropped["without prompt or answer"] += 1
             continue
         if isinstance(question, str):
@@ -221,7 +269,11 @@ def load_problems(source, args, tokenizer, grader):
         dropped["duplicate"] += bool(golds)  # DAPO-Math-17k holds each prompt about 100 times
         golds.add(final_answer(str(gold)) or str(gold).strip())
     for question, golds in golds_of.items():
-        text, ids = encode(tokenizer, json.loads(question))
+        try:
+            text, ids = encode(tokenizer, json.loads(question))
+        except Exception:  # messages without content, or in an order that the template refuses
+            dropped["that form no prompt"] += 1
+            continue
         if len(golds) > 1:
             dropped["with contradicting answers"] += 1
         elif len(ids) > args.max_prompt:
@@ -268,8 +320,13 @@ def equivalent(answer, gold):
     """Do two LaTeX answers say the same? Runs in the grader's process."""
     from math_verify import parse, verify
 
-    parsed = [parse(f"\\boxed{{{side}}}", parsing_timeout=None) for side in (gold, answer)]
-    return all(parsed) and bool(verify(*parsed, timeout_seconds=None))
+    alarm = getattr(signal, "alarm", lambda seconds: None)
+    alarm(5)  # the kernel's: what is stuck in C must not outlive a trainer that was killed
+    try:
+        parsed = [parse(f"\\boxed{{{side}}}", parsing_timeout=None) for side in (gold, answer)]
+        return all(parsed) and bool(verify(*parsed, timeout_seconds=None))
+    finally:
+        alarm(0)
 
 
 class Grader:
@@ -288,6 +345,7 @@ class Grader:
     def __call__(self, texts, golds):
         """B texts and B gold answers -> R (B,)"""
         self.deadline = time.monotonic() + self.BATCH_SECONDS + len(texts) * self.MEAN_SECONDS
+        self.timeouts = 0
         pairs = zip(map(final_answer, texts), golds)
         R = torch.tensor([float(self.same(*pair)) for pair in pairs])
         self.deadline = INF
@@ -313,7 +371,9 @@ class Grader:
         except multiprocessing.TimeoutError:
             self.timeouts += 1
             self.close()
-            return False
+        except Exception:  # whatever math-verify stumbles over is no answer
+            pass
+        return False
 
     def close(self):
         if self.pool is not None:
@@ -362,13 +422,15 @@ class VllmEngine:
         import vllm
 
         set_threads, threads = torch.set_num_threads, torch.get_num_threads()
-        self.dtype = args.engine_dtype.replace("auto", AUTO_DTYPE)
+        dtype, began = args.engine_dtype.replace("auto", AUTO_DTYPE), time.perf_counter()
+        self.exact = dtype == AUTO_DTYPE == "float32"  # mu and pi then agree to rounding
         gpu = dict(enable_sleep_mode=True, gpu_memory_utilization=args.gpu_memory)
         self.llm = vllm.LLM(
             args.model,
-            dtype=self.dtype,
+            dtype=dtype,
             seed=args.seed,
             trust_remote_code=args.trust_remote_code,
+            load_format="auto" if args.allow_pickle else "safetensors",
             max_model_len=args.max_prompt + args.max_response,
             max_logprobs=max(1, K),
             logprobs_mode="processed_logprobs",  # after the temperature: the law that samples
@@ -387,6 +449,7 @@ class VllmEngine:
             detokenize=False,
         )
         self.K, self.asleep = K, False
+        say(f"vLLM {vllm.__version__} in {dtype}, {time.perf_counter() - began:.0f} s to start")
 
     def push(self, model):
         """The trainer's weights, and no prefix that older weights computed. state_dict and not
@@ -415,13 +478,12 @@ class VllmEngine:
                 samples.append(Sample(request.prompt_token_ids, y_ids, logmu, stopped))
         if [s.prompt for s in samples[::n]] != prompts:
             raise Stop("vLLM changed the prompts' token ids")
-        return samples
-
-    def sleep(self):
-        """Lend the GPU's memory to the trainer (level 1: the weights wait on the host)."""
-        if DEVICE == "cuda":
+        if (
+            DEVICE == "cuda"
+        ):  # lend the memory to the trainer; level 1: the weights wait on the host
             self.llm.sleep(level=1)
             self.asleep = True
+        return samples
 
 
 class HfEngine:
@@ -431,13 +493,11 @@ class HfEngine:
     ROWS = 256  # sampled at once
 
     def __init__(self, args, eos, K):
-        self.args, self.eos, self.K, self.dtype = args, torch.tensor(eos), K, AUTO_DTYPE
+        self.args, self.eos, self.K = args, torch.tensor(eos), K
+        self.exact = AUTO_DTYPE == "float32"
 
     def push(self, model):
         self.model = model
-
-    def sleep(self):
-        pass
 
     def generate(self, prompts, n):
         rows = [ids for ids in prompts for _ in range(n)]
@@ -749,12 +809,6 @@ def update(model, optimizer, samples, method, args):
 # ------------------------------------------------------------------------------------ the loop
 
 
-def say(message):
-    from tqdm import tqdm
-
-    tqdm.write(message, file=sys.stderr)  # above the progress bar
-
-
 def seed_of(args, purpose, step=0):
     """What a step draws depends on --seed and the step alone."""
     return random.Random(f"{args.seed} {purpose} {step}").getrandbits(32)
@@ -768,32 +822,53 @@ def problems_of(problems, step, args):
     return sum(orders, [])[first % n :][:P]
 
 
-class Stopwatch(dict):
-    """Seconds of each stage."""
+class Stages(dict):
+    """Seconds of each stage; `now` names the running one, should it fail."""
 
-    def __init__(self):
-        self.last = time.perf_counter()
+    now, since = "start", time.perf_counter()
 
-    def lap(self, stage):
-        now = time.perf_counter()
-        self[stage], self.last = now - self.last, now
+    def enter(self, stage):
+        t = time.perf_counter()
+        self[self.now] = self.get(self.now, 0.0) + t - self.since
+        self.now, self.since = stage, t
 
 
-def rollout(engine, model, tokenizer, grader, problems, n, seed, watch):
+@dataclass
+class Run:
+    """What the loop works on. OUT/step-N holds all of it that changes."""
+
+    args: Args
+    out: Path
+    signals: "Signals"
+    tokenizer: object
+    grader: Grader
+    method: Method
+    problems: list
+    held_out: list  # of --eval-dataset; the training problems if that is "train"
+    engine: object
+    model: object
+    optimizer: object
+    step: int  # rollouts done
+    stages: Stages = field(default_factory=Stages)
+    tracker: object = None
+
+
+def rollout(run, problems, n, seed):
     """y ~ mu at the model's weights, and R(y) -> n samples a problem, side by side, and R (B,)."""
     from transformers import set_seed
 
-    engine.push(model)
-    watch.lap("push")
+    run.stages.enter("push")
+    run.stages.clear()
+    run.engine.push(run.model)
+    run.stages.enter("rollout")
     set_seed(seed)  # engines draw from the global generators
-    samples = engine.generate([p.ids for p in problems], n)
+    samples = run.engine.generate([p.ids for p in problems], n)
     finite("log mu", flat(samples, "logmu", "cpu")[:, 0])
-    watch.lap("rollout")
+    run.stages.enter("grade")
     for i, s in enumerate(samples):
         s.problem = problems[i // n]
-        s.text = tokenizer.decode(s.y_ids[:, 0], skip_special_tokens=True)
-    R = grader([s.text for s in samples], [s.problem.gold for s in samples])
-    watch.lap("grade")
+        s.text = run.tokenizer.decode(s.y_ids[:, 0], skip_special_tokens=True)
+    R = run.grader([s.text for s in samples], [s.problem.gold for s in samples])
     return samples, R
 
 
@@ -864,6 +939,9 @@ def load_tokenizer(args):
         tokenizer = AutoTokenizer.from_pretrained(args.model, **kwargs)
     except Exception as error:
         die(f"--model {args.model}: {error}")
+    if Path(args.model).is_dir() and not [*Path(args.model).glob("*.safetensors")]:
+        if not args.allow_pickle:
+            die(f"{args.model} holds no .safetensors; --allow-pickle takes other files, if trusted")
     try:
         eos = GenerationConfig.from_pretrained(args.model).eos_token_id
     except OSError:
@@ -889,12 +967,18 @@ def load_tokenizer(args):
     return config, tokenizer, sorted(eos)
 
 
-def load_model(args, config):
-    from transformers import AutoModelForCausalLM
+def load_model(args, config, eos):
+    from transformers import AutoModelForCausalLM, GenerationConfig
 
-    kwargs = dict(use_safetensors=True, trust_remote_code=args.trust_remote_code)
-    kwargs |= dict(config=config, dtype=torch.float32)  # master weights
-    model = AutoModelForCausalLM.from_pretrained(args.model, **kwargs)
+    kwargs = dict(trust_remote_code=args.trust_remote_code, config=config)
+    kwargs |= dict(dtype=torch.float32)  # master weights
+    try:
+        safe = None if args.allow_pickle else True
+        model = AutoModelForCausalLM.from_pretrained(args.model, use_safetensors=safe, **kwargs)
+    except Exception as error:
+        die(f"--model {args.model}: {error}")
+    # many a model brings a generation config that transformers loads but refuses to save
+    model.generation_config = GenerationConfig(eos_token_id=eos)
     if DEVICE == "cuda":
         model.gradient_checkpointing_enable(dict(use_reentrant=False))
     return model.to(DEVICE).train()
@@ -915,134 +999,267 @@ def load_engine(args, eos, K):
     return HfEngine(args, eos, K)
 
 
-def train_step(step, sample, engine, model, optimizer, problems, method, args):
-    """One rollout and its minibatches -> its row of metrics, its samples."""
-    watch = Stopwatch()
+def train_step(run, samples, R):
+    """Everything after the rollout -> its row of metrics."""
+    args, G, n = run.args, run.args.group_size, run.args.minibatches
+    run.stages.enter("score")
 
-    # 1. rollout: y ~ mu, R(y)
-    chosen = problems_of(problems, step, args)
-    samples, R = sample(chosen, args.group_size, seed_of(args, "rollout", step), watch)
-    engine.sleep()
-
-    # 2. advantages
-    A = group_advantages(R, args.group_size, args.normalize_std)
+    # 1. advantages
+    A = group_advantages(R, G, args.normalize_std)
     for s, reward, advantage in zip(samples, R.tolist(), A.tolist()):
         s.R, s.A = reward, advantage
 
-    # 3. pi_theta' at the rollout's weights: of all samples if the method is anchored there, else
+    # 2. pi_theta' at the rollout's weights: of all samples if the method is anchored there, else
     #    of 16, which is enough to see that engine and trainer agree
-    fresh = samples[:: 1 if method.anchor == "recomputed" else max(1, len(samples) // 16)]
-    score(model, fresh, args)
-    gap = check_engine(fresh, exact=engine.dtype == AUTO_DTYPE == "float32")
-    watch.lap("score")
+    all_of_them = run.method.anchor == "recomputed"
+    fresh = samples[:: 1 if all_of_them else max(1, len(samples) // 16)]
+    score(run.model, fresh, args)
+    gap = check_engine(fresh, run.engine.exact)
 
-    # 4. minibatches of whole groups, one optimizer step each
-    n, G = args.minibatches, args.group_size
-    cuts = [len(chosen) * i // n * G for i in range(n + 1)]
-    parts = [samples[a:b] for a, b in zip(cuts, cuts[1:])]
-    seen = [stats for p in parts if (stats := update(model, optimizer, p, method, args))]
-    watch.lap("train")
+    # 3. minibatches of whole groups, one optimizer step each
+    run.stages.enter("train")
+    cuts, seen = [len(samples) // G * i // n * G for i in range(n + 1)], []
+    for a, b in zip(cuts, cuts[1:]):
+        if stats := update(run.model, run.optimizer, samples[a:b], run.method, args):
+            seen.append(stats)
+        if run.signals.got:  # the rest of the rollout is given up
+            break
+    run.step += 1
+    run.stages.enter("record")
 
-    row = metrics(samples, R, fresh, gap, seen, G)
-    row |= dict(tokens_per_s=row["length"] * len(samples) / sum(watch.values()))
-    return row | {f"s_{stage}": seconds for stage, seconds in watch.items()}, samples
+    row = metrics(samples, R, fresh, gap, seen, G) | dict(grader_timeouts=run.grader.timeouts)
+    row |= dict(tokens_per_s=row["length"] * len(samples) / sum(run.stages.values()))
+    return row | {f"s_{stage}": seconds for stage, seconds in run.stages.items()}
 
 
-def keep_solvable(sample, problems, args):
+def keep_solvable(run):
     """The problems that the model solves neither too rarely nor too often: the sanity test."""
-    (low, high), n = args.solve_rate, args.solve_rate_samples
+    (low, high), n = run.args.solve_rate, run.args.solve_rate_samples
     if (low, high) == (0.0, 1.0):
-        return problems
-    rates = sample(problems, n, seed_of(args, "rates"), Stopwatch())[1].view(-1, n).mean(-1)
-    kept = [p for p, rate in zip(problems, rates.tolist()) if low <= rate <= high]
+        return run.problems
+    rates = rollout(run, run.problems, n, seed_of(run.args, "rates"))[1].view(-1, n).mean(-1)
+    kept = [p for p, rate in zip(run.problems, rates.tolist()) if low <= rate <= high]
     say(f"solve rate {rates.mean():.3f}; {len(kept):,} of {len(rates):,} in [{low}, {high}]")
     return kept or die("--solve-rate keeps no prompt: widen it or take other problems")
 
 
-def main(argv=None):
-    from tqdm import tqdm
+def report(args, method, config, tokenizer, eos, problems, out):
+    """What is about to run, before the slow part, and a line for all that looks like a mistake."""
+    from transformers import AutoModelForCausalLM, __version__
 
-    started, args = time.perf_counter(), parse_args(argv)
+    with torch.device("meta"):  # sizes without weights
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=args.trust_remote_code)
+    N, row = sum(p.numel() for p in model.parameters()), METHODS[args.method]
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    chat = "chat template" if tokenizer.chat_template else "no chat template: plain text prompts"
+    source = "the paper's; C = 10: the authors' code" if method == row else "with overrides"
+    say(f"{args.model}: {N:,} parameters in float32, tied head: {tied}, EOS {eos}, {chat}")
+    say(f"--method {args.method}: {method.text()} ({source})")
+    say(f"torch {torch.__version__}, transformers {__version__}, {DEVICE}, {AUTO_DTYPE} compute")
+    P, radii = args.prompts_per_step, [*zip(method.delta, row.delta)]
+    free, needed = shutil.disk_usage(out).free / 1e9, 12 * N * (args.keep + 1) / 1e9
+    # fmt: off
+    for suspicious, text in [
+        (any(old < INF and not old / 3 <= new <= old * 3 for new, old in radii),
+         f"delta {method.delta} is far from the row's {row.delta}: distances differ in scale"),
+        (args.minibatches == 1 and min(method.delta) < INF,
+         "with --minibatches 1 D is only the mismatch, so the mask cannot fire"),
+        (args.temperature != 1, "at a temperature other than 1, mu is not the model's own law"),
+        (len(problems) < P, f"{len(problems)} prompts for --prompts-per-step {P}: some repeat"),
+        (free < needed, f"{free:.1f} GB are free in {out}; checkpoints take {needed:.1f} at most"),
+    ]:
+        if suspicious:
+            say(f"warning: {text}")
+    # fmt: on
+
+
+# --------------------------------------------------------------------------------- nothing is lost
+# OUT/step-000020 is a model directory in float32 and trainer.pt. All that is random derives from
+# --seed and the step, so weights, optimizer, problems and step are what there is to restore.
+
+
+class Signals:
+    """SIGINT or SIGTERM ends the run: at once, or after `with signals:`, so that no minibatch, log
+    or checkpoint is cut in the middle. A second one kills."""
+
+    def __init__(self):
+        self.got, self.held = 0, False
+        self.set(self.handle)
+
+    def set(self, handler):
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, handler)
+
+    def handle(self, number, frame):
+        self.set(signal.SIG_DFL)
+        self.got = number
+        if not self.held:
+            raise KeyboardInterrupt
+
+    def __enter__(self):
+        self.held = True
+
+    def __exit__(self, error, *_):
+        self.held = False
+        if self.got and not error:
+            raise KeyboardInterrupt
+
+
+def sync(path):
+    if os.name == "posix":
+        file = os.open(path, os.O_RDONLY)
+        os.fsync(file)
+        os.close(file)
+
+
+@contextmanager
+def whole(path):
+    """A file or directory that appears under its name only when all of it is on the disk."""
+    partial = Path(f"{path}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    yield partial
+    for part in [*partial.rglob("*"), partial]:
+        sync(part)
+    if path.is_dir():
+        shutil.rmtree(path)
+    os.replace(partial, path)
+    sync(path.parent)
+
+
+def checkpoints(out):
+    """The newest first."""
+    return sorted(out.glob("step-" + "[0-9]" * 6), reverse=True)
+
+
+def save(run):
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+    run.stages.enter("save")
+    for name, p in run.model.named_parameters():
+        finite(name, p)  # a checkpoint is a good one
+    state = dict(step=run.step, problems=[asdict(p) for p in run.problems], optimizer=None)
+    if run.optimizer.state:
+        full = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state["optimizer"] = get_optimizer_state_dict(run.model, run.optimizer, options=full)
+    with whole(run.out / f"step-{run.step:06}") as new:
+        run.model.save_pretrained(new)
+        run.tokenizer.save_pretrained(new)
+        torch.save(state, new / "trainer.pt")
+    for old in checkpoints(run.out)[run.args.keep :]:
+        os.replace(old, f"{old}.partial")  # half deleted it is no checkpoint
+        shutil.rmtree(f"{old}.partial")
+
+
+def newest(out):
+    """-> the newest checkpoint that reads whole, and its trainer.pt."""
+    from safetensors import safe_open
+
+    for path in out.glob("step-*.partial"):
+        say(f"{path} was never finished: passed over")
+    for path in checkpoints(out):
+        try:
+            for weights in path.glob("*.safetensors"):
+                safe_open(weights, "pt")
+            return path, torch.load(path / "trainer.pt", "cpu", weights_only=True, mmap=True)
+        except Exception as error:
+            say(f"{path} cannot be read ({error}): passed over")
+    die(f"--resume: no checkpoint in {out}: the run ended before its first; start it again")
+
+
+def rewind(path, step):
+    """A log without the rows of `step` and later, which are done again, and without a torn one."""
+    kept = []
+    for line in path.read_text().splitlines(keepends=True) if path.exists() else ():
+        with suppress(ValueError):
+            kept += [line] if json.loads(line)["step"] < step else []
+    with whole(path) as new:
+        new.write_text("".join(kept))
+
+
+def start(args, signals):
+    """All that can be wrong with the input comes first, then the engine's slow start -> Run."""
     effective_method(args)  # for typos; once more when the vocabulary is known
     name = f"{args.method}-{Path(args.model).name or 'toy'}-{time.strftime('%Y%m%d-%H%M%S')}"
-    out = Path(args.out or f"runs/{name}")
+    out, grader, tracker, state = Path(args.out or f"runs/{name}"), Grader(), None, {}
     if not args.model:
         from toy import lm
 
         say("no --model: the toy model of toy/lm.py, made once and kept")
         args.model, args.dataset = map(str, lm.make(out.parent / "toy-base"))
-
-    # all that can be wrong with the input, before the engine's slow start
+    flags = asdict(args)
+    if args.resume:
+        path, state = newest(out)
+        args.model = str(path)
+        say(f"--resume: from {path}")
     config, tokenizer, eos = load_tokenizer(args)
     method = effective_method(args, config.get_text_config().vocab_size)
-    saved_dtype, grader = config.dtype or torch.float32, Grader()
-    nothing = lambda *args, **kwargs: None
-    tracker = SimpleNamespace(init=nothing, log=nothing, finish=nothing)
+    problems = [Problem(**p) for p in state.get("problems", ())]
+    problems = problems or load_problems(args.dataset, args, tokenizer, grader)
+    held_out = None
+    if args.eval_dataset not in ("", "train"):
+        held_out = load_problems(args.eval_dataset, args, tokenizer, grader)
     try:
         if args.tracker != "none":
             tracker = importlib.import_module(args.tracker)
+        out.mkdir(parents=True, exist_ok=True)
+        with whole(out / "config.json") as new:
+            new.write_text(json.dumps(flags, indent=1))
     except ImportError:
         die(f"--tracker {args.tracker} is not installed: pip install {args.tracker}")
-    problems, held_out = load_problems(args.dataset, args, tokenizer, grader), None
-    if args.eval_dataset not in ("", "train"):
-        held_out = load_problems(args.eval_dataset, args, tokenizer, grader)
+    except OSError as error:
+        die(f"--out {out}: {error}")
+    report(args, method, config, tokenizer, eos, problems, out)
 
     engine = load_engine(args, eos, method.top_k)  # first: it measures the free memory
-    model = load_model(args, config)
+    model = load_model(args, config, eos)
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, weight_decay=args.weight_decay)
-    parameters, tied = sum(p.numel() for p in model.parameters()), config.tie_word_embeddings
-    chat = "chat template" if tokenizer.chat_template else "no chat template: plain text prompts"
-    say(f"{args.model}: {parameters:,} parameters, tied head: {tied}, EOS {eos}, {chat}")
-    say(f"engine: {type(engine).__name__}, {engine.dtype}; --method {args.method} {method.text()}")
+    if state.get("optimizer"):
+        from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
-    sample = partial(rollout, engine, model, tokenizer, grader)
-    step, history, accuracy = "solve rates", [], []
-    try:
-        problems = keep_solvable(sample, problems, args)
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "config.json").write_text(json.dumps(asdict(args), indent=1))
-        tracker.init(project="dppo", name=out.name, config=asdict(args))
-        bar = tqdm(total=args.steps, unit="step")
-        for step in range(args.steps + 1):
-            row = dict(step=step)
+        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+        for group in optimizer.param_groups:
+            group.update(lr=args.lr, weight_decay=args.weight_decay)
+    if tracker:
+        tracker.init(project="dppo", name=out.name, config=flags)
+    return Run(
+        args, out, signals, tokenizer, grader, method, problems, held_out, engine, model, optimizer,
+        state.get("step", 0), tracker=tracker,
+    )  # fmt: skip
+
+
+def train(run):
+    """The loop, from run.step on: rollout, train, record, save -> the last row."""
+    from tqdm import tqdm
+
+    args = run.args
+    with tqdm(total=args.steps, initial=run.step, unit="step") as bar:
+        while True:
+            step, row = run.step, dict(step=run.step)
             if args.eval_dataset and (step % args.eval_every == 0 or step == args.steps):
-                seed, asked = seed_of(args, "eval", step), held_out or problems
-                R = sample(asked, args.eval_samples, seed, Stopwatch())[1]
-                row["accuracy"] = R.mean().item()
-                accuracy.append(row["accuracy"])
-                say(f"step {step}: evaluation accuracy {accuracy[-1]:.3f}")
-            if step == args.steps or row.get("accuracy", -1) >= (args.stop_at or INF):
-                break
-            stats, samples = train_step(
-                step, sample, engine, model, optimizer, problems, method, args
-            )
-            row |= stats | dict(grader_timeouts=grader.timeouts)
-            history.append(row)
-            record(out, row, samples[:: max(1, len(samples) // 3)][:3])
-            tracker.log(row, step=step)
+                asked, seed = run.held_out or run.problems, seed_of(args, "eval", step)
+                row["accuracy"] = rollout(run, asked, args.eval_samples, seed)[1].mean().item()
+                say(f"step {step}: evaluation accuracy {row['accuracy']:.3f}")
+            if step >= args.steps or row.get("accuracy", -1) >= (args.stop_at or INF):
+                return row
+            chosen, seed = problems_of(run.problems, step, args), seed_of(args, "rollout", step)
+            samples, R = rollout(run, chosen, args.group_size, seed)
+            with run.signals:
+                row |= train_step(run, samples, R)
+                record(run, row, samples[:: max(1, len(samples) // 3)][:3])
+                if run.step % args.save_every == 0:
+                    save(run)
             bar.update()
             bar.set_postfix_str(
                 f"reward {row['reward']:.3f}, blocked {row.get('blocked', 0.0):.2%}, mismatch "
                 f"{row['gap_log_mean']:.0e}, {row['tokens_per_s']:.0f} tok/s"
             )
-    except Stop as reason:
-        die(f"step {step}: {reason}", code=1)
-    if "accuracy" in row:  # of the final weights
-        record(out, row, [])
-        tracker.log(row, step=step)
-    bar.close()
-    grader.close()
-    tracker.finish()
-    model.to(saved_dtype).save_pretrained(out / "model")
-    tokenizer.save_pretrained(out / "model")
-    summary(out, history, accuracy, time.perf_counter() - started)
 
 
-def record(out, row, shown):
+def record(run, row, shown=()):
     """One line of metrics, a few graded samples; those of the first step go to the screen too."""
-    with open(out / "metrics.jsonl", "a") as file:
+    with open(run.out / "metrics.jsonl", "a") as file:
         file.write(json.dumps(row) + "\n")
-    with open(out / "samples.jsonl", "a") as file:
+    with open(run.out / "samples.jsonl", "a") as file:
         for s in shown:
             what = dict(prompt=s.problem.text, response=s.text, gold=s.problem.gold, R=s.R)
             file.write(json.dumps(dict(step=row["step"]) | what) + "\n")
@@ -1050,20 +1267,61 @@ def record(out, row, shown):
                 say(json.dumps(what))
     if row.get("updates") == 0:
         say(f"step {row['step']}: each group agrees with itself: nothing to learn, no update")
+    if run.tracker:
+        run.tracker.log(row, step=row["step"])
 
 
-def summary(out, history, accuracy, seconds):
+def summary(out, seconds):
     """The table at the end. before and after: evaluations, or else the reward of 5 steps."""
+    rows = [json.loads(line) for line in open(out / "metrics.jsonl")]
+    steps = [row for row in rows if "reward" in row]
     mean = lambda name, rows: sum(row.get(name, 0.0) for row in rows) / max(1, len(rows))
-    ends = accuracy or [mean("reward", history[:5]), mean("reward", history[-5:])]
+    ends = [row["accuracy"] for row in rows if "accuracy" in row]
+    ends = ends or [mean("reward", steps[:5]), mean("reward", steps[-5:])]
     print(f"{'before':>8}{'after':>8}{'mismatch':>10}{'blocked':>9}{'steps':>7}{'time':>8}")
     print(
-        f"{ends[0]:>8.3f}{ends[-1]:>8.3f}{mean('gap_log_mean', history):>10.0e}"
-        f"{mean('blocked', history):>9.2%}{len(history):>7}{seconds:>7.0f}s"
+        f"{ends[0]:>8.3f}{ends[-1]:>8.3f}{mean('gap_log_mean', steps):>10.0e}"
+        f"{mean('blocked', steps):>9.2%}{len(steps):>7}{seconds:>7.0f}s"
     )
-    stages = [key for key in (history[-1] if history else ()) if key.startswith("s_")]
-    print("seconds a step:", ", ".join(f"{s[2:]} {mean(s, history):.3f}" for s in stages))
-    print(f"metrics, samples and the trained model: {out}")
+    stages = [key for key in (steps[-1] if steps else ()) if key.startswith("s_")]
+    print("seconds a step:", ", ".join(f"{s[2:]} {mean(s, steps):.3f}" for s in stages))
+    print(f"metrics and samples: {out}; the trained model: {checkpoints(out)[0]}")
+
+
+def main(argv=None):
+    began, signals, run, row = time.perf_counter(), Signals(), None, {}
+    try:
+        run = start(parse_args(argv), signals)
+        if not run.args.resume:
+            run.problems = keep_solvable(run)
+            save(run)  # a disk that is too small says so now
+        for log in ("metrics.jsonl", "samples.jsonl"):
+            rewind(run.out / log, run.step)
+        with suppress(KeyboardInterrupt):
+            row = train(run)
+        signals.held = True
+        save(run)
+        if "accuracy" in row:  # of the final weights
+            record(run, row)
+    except KeyboardInterrupt:
+        die("stopped before the first step", 128 + signals.got)
+    except Exception as error:
+        if run is None:
+            raise
+        if not isinstance(error, Stop):
+            with suppress(OSError):
+                (run.out / "traceback.txt").write_text(traceback.format_exc())
+            error = f"{type(error).__name__}: {error} (traceback.txt)"
+        last = checkpoints(run.out)
+        kept = f"{last[0]} is kept, --resume {run.out} goes on" if last else "no checkpoint yet"
+        die(f"step {run.step}, {run.stages.now}: {error}; {kept}", 1)
+    run.grader.close()
+    if run.tracker:
+        run.tracker.finish()
+    if signals.got:
+        name = signal.Signals(signals.got).name
+        die(f"{name} after step {run.step}; --resume {run.out} goes on", 128 + signals.got)
+    summary(run.out, time.perf_counter() - began)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,151 @@
+"""A run that goes on is the same run."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_engines import needs_vllm
+from test_training import SMALL, timeless
+
+import dppo
+
+
+def rows_of(out, name="metrics.jsonl"):
+    return [json.loads(line) for line in open(out / name)]
+
+
+def go(out, *flags):
+    dppo.main([*SMALL, "--eval-every", "2", "--out", str(out), *flags])
+    return out
+
+
+def resume(out, *flags):
+    dppo.main(["--resume", str(out), *flags])
+    return out
+
+
+def refused(capsys, *argv):
+    with pytest.raises(SystemExit) as stop:
+        dppo.main([*argv])
+    assert stop.value.code == 2
+    return capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def same(a, b):
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    return a.equal(b) if isinstance(a, torch.Tensor) else a == b
+
+
+@pytest.mark.parametrize("method", ["dppo-binary-tv", "minirl"])
+def test_two_steps_and_two_more_are_four(toy, method):
+    """Prompts, samples, metrics, weights and Adam's state, bit for bit."""
+    straight = go(toy[0] / f"straight-{method}", "--steps", "4", "--method", method)
+    halves = go(toy[0] / f"halves-{method}", "--steps", "2", "--method", method)
+    assert len(rows_of(halves)) == 3  # two steps, and the accuracy of the final weights
+    resume(halves, "--steps", "4")
+    assert timeless(rows_of(straight)) == timeless(rows_of(halves))
+    assert rows_of(straight, "samples.jsonl") == rows_of(halves, "samples.jsonl")
+    last = "step-000004"
+    assert same(*(load_file(out / last / "model.safetensors") for out in (straight, halves)))
+    states = [torch.load(out / last / "trainer.pt") for out in (straight, halves)]
+    assert states[0]["step"] == 4 and same(states[0]["optimizer"], states[1]["optimizer"])
+
+
+@pytest.fixture(scope="module")
+def finished(toy):
+    return go(toy[0] / "finished", "--steps", "3", "--save-every", "1")
+
+
+@pytest.fixture
+def copy(finished, tmp_path):
+    return shutil.copytree(finished, tmp_path / "run")
+
+
+def test_the_newest_checkpoints_stay(finished):
+    assert [path.name for path in dppo.checkpoints(finished)] == ["step-000003", "step-000002"]
+    assert not [*finished.glob("*.partial")]
+
+
+def test_changed_flags_are_told_one_by_one_and_take_effect(copy, capsys):
+    resume(copy, "--steps", "4", "--lr", "1e-9", "--delta", "0.2")
+    said = capsys.readouterr().err.splitlines()
+    told = sorted(line for line in said if line.startswith("--resume: --"))
+    assert told == [
+        "--resume: --delta was None, is now 0.2",
+        "--resume: --lr was 0.0002, is now 1e-09",
+        "--resume: --steps was 3, is now 4",
+    ]
+    before, after = (load_file(copy / f"step-00000{i}" / "model.safetensors") for i in (3, 4))
+    assert max((before[name] - after[name]).abs().max() for name in before) < 1e-7
+    assert json.loads((copy / "config.json").read_text())["lr"] == 1e-9  # for the next resume
+
+
+def test_the_problems_of_a_run_stay(copy, capsys, tmp_path):
+    rows = str(tmp_path / "rows.jsonl")
+    said = refused(capsys, "--resume", str(copy), "--dataset", rows)
+    assert "--dataset cannot change from" in said and rows in said
+
+
+@pytest.mark.parametrize("damage", ["truncated weights", "truncated state", "unfinished"])
+def test_what_cannot_be_read_is_passed_over_and_said(copy, capsys, damage):
+    last = copy / "step-000003"
+    if damage == "unfinished":
+        last.rename(copy / "step-000003.partial")
+    else:
+        file = last / ("model.safetensors" if damage == "truncated weights" else "trainer.pt")
+        file.write_bytes(file.read_bytes()[:-100])
+    resume(copy, "--steps", "3")
+    said = capsys.readouterr().err
+    assert "step-000003" in said and "passed over" in said
+    assert f"from {copy / 'step-000002'}" in said
+    assert [row["step"] for row in rows_of(copy)] == [0, 1, 2, 3]
+    dppo.newest(copy)[0].samefile(last)
+
+
+def test_nothing_to_resume_is_one_line(capsys, tmp_path, monkeypatch, copy):
+    assert "no run in" in refused(capsys, "--resume", str(tmp_path / "nowhere"))
+    monkeypatch.chdir(tmp_path)
+    assert "no run in runs/" in refused(capsys, "--resume")
+    for path in dppo.checkpoints(copy):
+        shutil.rmtree(path)
+    assert "no checkpoint" in refused(capsys, "--resume", str(copy))
+    (copy / "config.json").write_text('{"steps": ')
+    assert "no run in" in refused(capsys, "--resume", str(copy))
+
+
+def test_alone_it_takes_the_newest_run(copy, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    shutil.move(copy, tmp_path / "runs" / "mine")
+    dppo.main(["--resume", "--steps", "3"])
+    assert "from runs/mine/step-000003" in capsys.readouterr().err
+
+
+def test_a_torn_log_is_mended(copy):
+    with open(copy / "metrics.jsonl", "a") as file:
+        file.write('{"step": 3, "rew')
+    dppo.rewind(copy / "metrics.jsonl", 2)
+    assert [row["step"] for row in rows_of(copy)] == [0, 1]
+
+
+def test_a_generation_config_that_transformers_does_not_save(toy, tmp_path):
+    """It loads, with a warning; the run must not fail when it saves."""
+    model = shutil.copytree(toy[1], tmp_path / "model")
+    config = dict(eos_token_id=[0, 5], do_sample=False, temperature=0.6)
+    (model / "generation_config.json").write_text(json.dumps(config))
+    flags = [*SMALL, "--model", str(model), "--dataset", toy[2], "--instruction", ""]
+    flags += "--max-prompt 8 --max-response 4 --minibatches 2 --steps 1".split()
+    dppo.main([*flags, "--out", str(tmp_path / "out")])
+    args = dppo.parse_args([*flags, "--model", str(tmp_path / "out" / "step-000001")])
+    assert dppo.load_tokenizer(args)[2] == [0, 5]
+
+
+@needs_vllm
+def test_the_first_rollout_after_a_resume_has_the_resumed_weights(copy):
+    resume(copy, "--engine", "vllm", "--steps", "4", "--lr", "1e-3")
+    assert rows_of(copy)[3]["gap_log_max"] < 1e-4
+    base = load_file(copy / "step-000003" / "model.safetensors")
+    assert not same(base, load_file(copy / "step-000004" / "model.safetensors"))
