@@ -806,20 +806,34 @@ def update(model, optimizer, samples, method, args):
     return {name: torch.cat([s[name] for s in seen]) for name in seen[0]} | dict(norm=norm[None])
 
 
-# ------------------------------------------------------------------------------------ the loop
+# -------------------------------------------------------------------------------------- one step
 
 
-def seed_of(args, purpose, step=0):
-    """What a step draws depends on --seed and the step alone."""
-    return random.Random(f"{args.seed} {purpose} {step}").getrandbits(32)
+class Signals:
+    """SIGINT or SIGTERM ends the run: at once, or after `with signals:`, so that no minibatch, log
+    or checkpoint is cut in the middle. A second one kills."""
 
+    def __init__(self):
+        self.got, self.held = 0, False
+        self.set(self.handle)
 
-def problems_of(problems, step, args):
-    """The prompts of a step: epoch after epoch, each in an order of its own."""
-    n, first, P = len(problems), step * args.prompts_per_step, args.prompts_per_step
-    epochs = range(first // n, (first + P - 1) // n + 1)
-    orders = [random.Random(seed_of(args, "epoch", e)).sample(problems, n) for e in epochs]
-    return sum(orders, [])[first % n :][:P]
+    def set(self, handler):
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, handler)
+
+    def handle(self, number, frame):
+        self.set(signal.SIG_DFL)
+        self.got = number
+        if not self.held:
+            raise KeyboardInterrupt
+
+    def __enter__(self):
+        self.held = True
+
+    def __exit__(self, error, *_):
+        self.held = False
+        if self.got and not error:
+            raise KeyboardInterrupt
 
 
 class Stages(dict):
@@ -839,7 +853,7 @@ class Run:
 
     args: Args
     out: Path
-    signals: "Signals"
+    signals: Signals
     tokenizer: object
     grader: Grader
     method: Method
@@ -848,9 +862,23 @@ class Run:
     engine: object
     model: object
     optimizer: object
+    tracker: object  # or None
     step: int  # rollouts done
+    saved: int  # what the newest checkpoint holds
     stages: Stages = field(default_factory=Stages)
-    tracker: object = None
+
+
+def seed_of(args, purpose, step=0):
+    """What a step draws depends on --seed and the step alone."""
+    return random.Random(f"{args.seed} {purpose} {step}").getrandbits(32)
+
+
+def problems_of(problems, step, args):
+    """The prompts of a step: epoch after epoch, each in an order of its own."""
+    n, first, P = len(problems), step * args.prompts_per_step, args.prompts_per_step
+    epochs = range(first // n, (first + P - 1) // n + 1)
+    orders = [random.Random(seed_of(args, "epoch", e)).sample(problems, n) for e in epochs]
+    return sum(orders, [])[first % n :][:P]
 
 
 def rollout(run, problems, n, seed):
@@ -910,6 +938,121 @@ def metrics(samples, R, fresh, gap, seen, group_size):
     for name, x in spread.items():
         row |= {f"{name}_mean": mean(x), f"{name}_max": x.max().item()}
     return row
+
+
+def train_step(run, samples, R):
+    """Everything after the rollout -> its row of metrics."""
+    args, G, n = run.args, run.args.group_size, run.args.minibatches
+    run.stages.enter("score")
+
+    # 1. advantages
+    A = group_advantages(R, G, args.normalize_std)
+    for s, reward, advantage in zip(samples, R.tolist(), A.tolist()):
+        s.R, s.A = reward, advantage
+
+    # 2. pi_theta' at the rollout's weights: of all samples if the method is anchored there, else
+    #    of 16, which is enough to see that engine and trainer agree
+    all_of_them = run.method.anchor == "recomputed"
+    fresh = samples[:: 1 if all_of_them else max(1, len(samples) // 16)]
+    score(run.model, fresh, args)
+    gap = check_engine(fresh, run.engine.exact)
+
+    # 3. minibatches of whole groups, one optimizer step each
+    run.stages.enter("train")
+    cuts, seen = [len(samples) // G * i // n * G for i in range(n + 1)], []
+    for a, b in zip(cuts, cuts[1:]):
+        if stats := update(run.model, run.optimizer, samples[a:b], run.method, args):
+            seen.append(stats)
+        if run.signals.got:  # the rest of the rollout is given up
+            break
+    run.step += 1
+    run.stages.enter("record")
+
+    row = metrics(samples, R, fresh, gap, seen, G) | dict(grader_timeouts=run.grader.timeouts)
+    row |= dict(tokens_per_s=row["length"] * len(samples) / sum(run.stages.values()))
+    return row | {f"s_{stage}": seconds for stage, seconds in run.stages.items()}
+
+
+# --------------------------------------------------------------------------------- nothing is lost
+# OUT/step-000020 is a model directory in float32 and trainer.pt. All that is random derives from
+# --seed and the step, so weights, optimizer, problems and step are what there is to restore.
+
+
+def sync(path):
+    if os.name == "posix":
+        file = os.open(path, os.O_RDONLY)
+        os.fsync(file)
+        os.close(file)
+
+
+@contextmanager
+def whole(path):
+    """A file or directory that appears under its name only when all of it is on the disk."""
+    partial = Path(f"{path}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    yield partial
+    for part in [*partial.rglob("*"), partial]:
+        sync(part)
+    if path.is_dir():
+        shutil.rmtree(path)
+    os.replace(partial, path)
+    sync(path.parent)
+
+
+def checkpoints(out):
+    """The newest first."""
+    return sorted(out.glob("step-" + "[0-9]" * 6), reverse=True)
+
+
+def save(run):
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+    if run.saved == run.step:
+        return
+    run.stages.enter("save")
+    for name, p in run.model.named_parameters():
+        finite(name, p)  # a checkpoint is a good one
+    state = dict(step=run.step, problems=[asdict(p) for p in run.problems], optimizer=None)
+    if run.optimizer.state:
+        full = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state["optimizer"] = get_optimizer_state_dict(run.model, run.optimizer, options=full)
+    with whole(run.out / f"step-{run.step:06}") as new:
+        run.model.save_pretrained(new)
+        run.tokenizer.save_pretrained(new)
+        torch.save(state, new / "trainer.pt")
+    run.saved = run.step
+    for old in checkpoints(run.out)[run.args.keep :]:
+        os.replace(old, f"{old}.partial")  # half deleted it is no checkpoint
+        shutil.rmtree(f"{old}.partial")
+
+
+def newest(out):
+    """-> the newest checkpoint that reads whole, and its trainer.pt."""
+    from safetensors import safe_open
+
+    for path in out.glob("step-*.partial"):
+        say(f"{path} was never finished: passed over")
+    for path in checkpoints(out):
+        try:
+            for weights in path.glob("*.safetensors"):
+                safe_open(weights, "pt")
+            return path, torch.load(path / "trainer.pt", "cpu", weights_only=True, mmap=True)
+        except Exception as error:
+            say(f"{path} cannot be read ({error}): passed over")
+    die(f"--resume: no checkpoint in {out}: the run ended before its first; start it again")
+
+
+def rewind(path, step):
+    """A log without the rows of `step` and later, which are done again, and without a torn one."""
+    kept = []
+    for line in path.read_text().splitlines(keepends=True) if path.exists() else ():
+        with suppress(ValueError):
+            kept += [line] if json.loads(line)["step"] < step else []
+    with whole(path) as new:
+        new.write_text("".join(kept))
+
+
+# ----------------------------------------------------------------------------------------- start
 
 
 def effective_method(args, vocabulary=INF):
@@ -999,50 +1142,6 @@ def load_engine(args, eos, K):
     return HfEngine(args, eos, K)
 
 
-def train_step(run, samples, R):
-    """Everything after the rollout -> its row of metrics."""
-    args, G, n = run.args, run.args.group_size, run.args.minibatches
-    run.stages.enter("score")
-
-    # 1. advantages
-    A = group_advantages(R, G, args.normalize_std)
-    for s, reward, advantage in zip(samples, R.tolist(), A.tolist()):
-        s.R, s.A = reward, advantage
-
-    # 2. pi_theta' at the rollout's weights: of all samples if the method is anchored there, else
-    #    of 16, which is enough to see that engine and trainer agree
-    all_of_them = run.method.anchor == "recomputed"
-    fresh = samples[:: 1 if all_of_them else max(1, len(samples) // 16)]
-    score(run.model, fresh, args)
-    gap = check_engine(fresh, run.engine.exact)
-
-    # 3. minibatches of whole groups, one optimizer step each
-    run.stages.enter("train")
-    cuts, seen = [len(samples) // G * i // n * G for i in range(n + 1)], []
-    for a, b in zip(cuts, cuts[1:]):
-        if stats := update(run.model, run.optimizer, samples[a:b], run.method, args):
-            seen.append(stats)
-        if run.signals.got:  # the rest of the rollout is given up
-            break
-    run.step += 1
-    run.stages.enter("record")
-
-    row = metrics(samples, R, fresh, gap, seen, G) | dict(grader_timeouts=run.grader.timeouts)
-    row |= dict(tokens_per_s=row["length"] * len(samples) / sum(run.stages.values()))
-    return row | {f"s_{stage}": seconds for stage, seconds in run.stages.items()}
-
-
-def keep_solvable(run):
-    """The problems that the model solves neither too rarely nor too often: the sanity test."""
-    (low, high), n = run.args.solve_rate, run.args.solve_rate_samples
-    if (low, high) == (0.0, 1.0):
-        return run.problems
-    rates = rollout(run, run.problems, n, seed_of(run.args, "rates"))[1].view(-1, n).mean(-1)
-    kept = [p for p, rate in zip(run.problems, rates.tolist()) if low <= rate <= high]
-    say(f"solve rate {rates.mean():.3f}; {len(kept):,} of {len(rates):,} in [{low}, {high}]")
-    return kept or die("--solve-rate keeps no prompt: widen it or take other problems")
-
-
 def report(args, method, config, tokenizer, eos, problems, out):
     """What is about to run, before the slow part, and a line for all that looks like a mistake."""
     from transformers import AutoModelForCausalLM, __version__
@@ -1071,109 +1170,6 @@ def report(args, method, config, tokenizer, eos, problems, out):
         if suspicious:
             say(f"warning: {text}")
     # fmt: on
-
-
-# --------------------------------------------------------------------------------- nothing is lost
-# OUT/step-000020 is a model directory in float32 and trainer.pt. All that is random derives from
-# --seed and the step, so weights, optimizer, problems and step are what there is to restore.
-
-
-class Signals:
-    """SIGINT or SIGTERM ends the run: at once, or after `with signals:`, so that no minibatch, log
-    or checkpoint is cut in the middle. A second one kills."""
-
-    def __init__(self):
-        self.got, self.held = 0, False
-        self.set(self.handle)
-
-    def set(self, handler):
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, handler)
-
-    def handle(self, number, frame):
-        self.set(signal.SIG_DFL)
-        self.got = number
-        if not self.held:
-            raise KeyboardInterrupt
-
-    def __enter__(self):
-        self.held = True
-
-    def __exit__(self, error, *_):
-        self.held = False
-        if self.got and not error:
-            raise KeyboardInterrupt
-
-
-def sync(path):
-    if os.name == "posix":
-        file = os.open(path, os.O_RDONLY)
-        os.fsync(file)
-        os.close(file)
-
-
-@contextmanager
-def whole(path):
-    """A file or directory that appears under its name only when all of it is on the disk."""
-    partial = Path(f"{path}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    yield partial
-    for part in [*partial.rglob("*"), partial]:
-        sync(part)
-    if path.is_dir():
-        shutil.rmtree(path)
-    os.replace(partial, path)
-    sync(path.parent)
-
-
-def checkpoints(out):
-    """The newest first."""
-    return sorted(out.glob("step-" + "[0-9]" * 6), reverse=True)
-
-
-def save(run):
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
-
-    run.stages.enter("save")
-    for name, p in run.model.named_parameters():
-        finite(name, p)  # a checkpoint is a good one
-    state = dict(step=run.step, problems=[asdict(p) for p in run.problems], optimizer=None)
-    if run.optimizer.state:
-        full = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        state["optimizer"] = get_optimizer_state_dict(run.model, run.optimizer, options=full)
-    with whole(run.out / f"step-{run.step:06}") as new:
-        run.model.save_pretrained(new)
-        run.tokenizer.save_pretrained(new)
-        torch.save(state, new / "trainer.pt")
-    for old in checkpoints(run.out)[run.args.keep :]:
-        os.replace(old, f"{old}.partial")  # half deleted it is no checkpoint
-        shutil.rmtree(f"{old}.partial")
-
-
-def newest(out):
-    """-> the newest checkpoint that reads whole, and its trainer.pt."""
-    from safetensors import safe_open
-
-    for path in out.glob("step-*.partial"):
-        say(f"{path} was never finished: passed over")
-    for path in checkpoints(out):
-        try:
-            for weights in path.glob("*.safetensors"):
-                safe_open(weights, "pt")
-            return path, torch.load(path / "trainer.pt", "cpu", weights_only=True, mmap=True)
-        except Exception as error:
-            say(f"{path} cannot be read ({error}): passed over")
-    die(f"--resume: no checkpoint in {out}: the run ended before its first; start it again")
-
-
-def rewind(path, step):
-    """A log without the rows of `step` and later, which are done again, and without a torn one."""
-    kept = []
-    for line in path.read_text().splitlines(keepends=True) if path.exists() else ():
-        with suppress(ValueError):
-            kept += [line] if json.loads(line)["step"] < step else []
-    with whole(path) as new:
-        new.write_text("".join(kept))
 
 
 def start(args, signals):
@@ -1223,8 +1219,22 @@ def start(args, signals):
         tracker.init(project="dppo", name=out.name, config=flags)
     return Run(
         args, out, signals, tokenizer, grader, method, problems, held_out, engine, model, optimizer,
-        state.get("step", 0), tracker=tracker,
+        tracker, step=state.get("step", 0), saved=state.get("step", -1),
     )  # fmt: skip
+
+
+# -------------------------------------------------------------------------------------- the loop
+
+
+def keep_solvable(run):
+    """The problems that the model solves neither too rarely nor too often: the sanity test."""
+    (low, high), n = run.args.solve_rate, run.args.solve_rate_samples
+    if (low, high) == (0.0, 1.0):
+        return run.problems
+    rates = rollout(run, run.problems, n, seed_of(run.args, "rates"))[1].view(-1, n).mean(-1)
+    kept = [p for p, rate in zip(run.problems, rates.tolist()) if low <= rate <= high]
+    say(f"solve rate {rates.mean():.3f}; {len(kept):,} of {len(rates):,} in [{low}, {high}]")
+    return kept or die("--solve-rate keeps no prompt: widen it or take other problems")
 
 
 def train(run):
@@ -1266,7 +1276,8 @@ def record(run, row, shown=()):
             if row["step"] == 0:
                 say(json.dumps(what))
     if row.get("updates") == 0:
-        say(f"step {row['step']}: each group agrees with itself: nothing to learn, no update")
+        said = f"step {row['step']}: each group agrees (reward {row['reward']:.3f}): no update"
+        say(f"warning: {said}")
     if run.tracker:
         run.tracker.log(row, step=row["step"])
 

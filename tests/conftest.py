@@ -28,7 +28,7 @@ def models(tmp_path_factory):
         if not directory.exists():
             tokenizer = lm.tokenizer()
             edit(tokenizer)
-            lm.random_model(len(tokenizer), **config).save_pretrained(directory)
+            lm.random_model(**dict(vocab_size=len(tokenizer)) | config).save_pretrained(directory)
             tokenizer.save_pretrained(directory)
         return str(directory)
 

@@ -21,7 +21,8 @@ def args_for(directory, *flags):
 
 def load(directory):
     args = args_for(directory)
-    return args, dppo.load_model(args, dppo.load_tokenizer(args)[0])
+    config, _, eos = dppo.load_tokenizer(args)
+    return args, dppo.load_model(args, config, eos)
 
 
 def disturb(model, seed):

@@ -140,7 +140,7 @@ def test_an_answer_that_is_stuck_ends_with_a_trainer_that_was_killed():
 
 @pytest.mark.parametrize("stage, done", [("train", 2), ("save", 1)])
 def test_a_full_disk(toy, straight, stage, done):
-    """Files end at 64 KiB from some moment on: the log goes on, the next checkpoint does not fit."""
+    """From some moment on files end at 64 KiB: enough for the log, not for a checkpoint."""
     out = toy[0] / f"disk-{stage}"
     limit = "resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, 2**16))"
     rc, (line,), said = drive(out, stage, limit)
