@@ -49,7 +49,9 @@ from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
+from types import MethodType
 from typing import NoReturn
 
 # Idle threads of torch and vLLM spin for long by default, which starves whatever else runs here.
@@ -57,13 +59,16 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 INF = math.inf
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 AUTO_DTYPE = "bfloat16" if DEVICE == "cuda" else "float32"
 DAPO = "BytedTsinghua-SIA/DAPO-Math-17k"
 INSTRUCTION = 'Think step by step, then end with a line "Answer: X" where X is the final answer.'
+# `torchrun --nproc-per-node N dppo.py` starts N ranks; alone this process is all of them
+WORLD = int(os.environ["WORLD_SIZE"]) if distributed.is_torchelastic_launched() else 1
+RANK = int(os.environ["RANK"]) if WORLD > 1 else 0
 DTYPES, AGGS = ["auto", "float32", "bfloat16"], ["constant", "token-mean"]
 # what a run's problems come from, which a resumed run reads back
 FIXED = "model dataset prompt_column answer_column instruction solve_rate max_prompt".split()
@@ -135,14 +140,16 @@ def one_line(message):
 
 def die(message, code=2) -> NoReturn:
     """End with one line that says what is wrong and what to do. code 2: the input, 1: the run."""
-    print("dppo:", one_line(message), file=sys.stderr)
+    if RANK == 0 or code == 1:  # the ranks agree on the input, not on what goes wrong
+        print("dppo:", one_line(message), file=sys.stderr)
     raise SystemExit(code)
 
 
 def say(message):
     from tqdm import tqdm
 
-    tqdm.write(one_line(message), file=sys.stderr)  # above the progress bar
+    if RANK == 0:
+        tqdm.write(one_line(message), file=sys.stderr)  # above the progress bar
 
 
 class Stop(Exception):
@@ -436,11 +443,13 @@ class VllmEngine:
             logprobs_mode="processed_logprobs",  # after the temperature: the law that samples
             generation_config="vllm",  # not the model's own, which may change the sampler
             use_tqdm_on_load=False,
+            distributed_executor_backend="external_launcher" if WORLD > 1 else None,
             **(gpu if DEVICE == "cuda" else dict(enforce_eager=True)),
         )
         set_threads(threads)  # LLM() keeps torch to fewer cores and replaces the function
         # what is not named keeps SamplingParams' own default: no truncation and no penalty
-        self.params = vllm.SamplingParams(
+        self.params = partial(
+            vllm.SamplingParams,
             temperature=args.temperature,
             max_tokens=args.max_response,
             stop_token_ids=eos,
@@ -458,17 +467,21 @@ class VllmEngine:
             torch.cuda.empty_cache()
             self.llm.wake_up()
             self.asleep = False
-        weights = iter(model.state_dict().items())
+        weights = ((name, full(w)) for name, w in model.state_dict().items())
         self.llm.collective_rpc("reload_weights", kwargs=dict(weights_iterator=weights))
         if not self.llm.reset_prefix_cache():
             raise Stop("vLLM keeps prefixes that old weights computed")
 
-    def generate(self, prompts, n):
-        """P prompts (lists of token ids) -> P * n samples, the n of a prompt side by side."""
-        self.params.n = n
+    def generate(self, prompts, n, seed):
+        """P prompts (lists of token ids) -> P * n samples, the n of a prompt side by side.
+
+        Each sample has a seed of its own, seed to seed + P * n - 1, so that what it draws does not
+        depend on the company that it is computed in.
+        """
         inputs = [dict(prompt_token_ids=ids) for ids in prompts]
+        params = [self.params(n=n, seed=seed + n * i) for i in range(len(prompts))]
         samples = []
-        for request in self.llm.generate(inputs, self.params, use_tqdm=False):
+        for request in self.llm.generate(inputs, params, use_tqdm=False):
             for out in request.outputs:
                 # per token: y_t, then the sorted top K, where y_t may stand again
                 ids = torch.tensor(out.logprobs.token_ids).view(-1, 1 + self.K)
@@ -478,9 +491,7 @@ class VllmEngine:
                 samples.append(Sample(request.prompt_token_ids, y_ids, logmu, stopped))
         if [s.prompt for s in samples[::n]] != prompts:
             raise Stop("vLLM changed the prompts' token ids")
-        if (
-            DEVICE == "cuda"
-        ):  # lend the memory to the trainer; level 1: the weights wait on the host
+        if DEVICE == "cuda":  # lend the memory to the trainer; the weights wait on the host
             self.llm.sleep(level=1)
             self.asleep = True
         return samples
@@ -498,19 +509,24 @@ class HfEngine:
 
     def push(self, model):
         self.model = model
+        if WORLD > 1:  # the trainer's own module has a part of the weights only
+            from transformers import AutoModelForCausalLM
 
-    def generate(self, prompts, n):
-        rows = [ids for ids in prompts for _ in range(n)]
+            self.model = AutoModelForCausalLM.from_config(model.config).to(DEVICE)
+            self.model.load_state_dict({name: full(w) for name, w in model.state_dict().items()})
+
+    def generate(self, prompts, n, seed):
         self.model.eval()  # gradient checkpointing allows no cache in training mode
-        samples = [
-            s for part in chunks(len(rows), self.ROWS) for s in self.generate_rows(rows[part])
-        ]
+        samples = []
+        for part in chunks(len(prompts), max(1, self.ROWS // n)):
+            samples += self.generate_part(prompts[part], n, seed + n * part.start)
         self.model.train()
         return samples
 
     @torch.no_grad()
-    def generate_rows(self, rows):
-        P = max(map(len, rows))
+    def generate_part(self, prompts, n, seed):
+        rows, P = [ids for ids in prompts for _ in range(n)], max(map(len, prompts))
+        draws = [torch.Generator(DEVICE).manual_seed(seed + n * i) for i in range(len(prompts))]
         pad = lambda row, value: [0] * (P - len(row)) + value  # on the left: all end together
         ids = torch.tensor([pad(row, row) for row in rows], device=DEVICE)  # (B, P)
         attend = torch.tensor([pad(row, [1] * len(row)) for row in rows], device=DEVICE)
@@ -523,13 +539,15 @@ class HfEngine:
             cache = out.past_key_values
             logp = (out.logits[:, -1].float() / self.args.temperature).log_softmax(-1)  # (B, V)
             finite("log mu", logp.amax(-1))
-            y, top = torch.multinomial(logp.exp(), 1), logp.topk(self.K)
+            race = [torch.empty_like(logp[:n]).exponential_(generator=draw) for draw in draws]
+            y = (logp.exp() / torch.cat(race)).argmax(-1, keepdim=True)  # the first to arrive
+            top = logp.topk(self.K)
             steps.append((*slots(y, logp.gather(-1, y), top.indices, top.values), alive))
             alive = alive & ~torch.isin(y[:, 0], self.eos.to(DEVICE))
             ids, attend = y, torch.cat([attend, torch.ones_like(y)], -1)
         y_ids, logmu, valid = (torch.stack(x, 1).cpu() for x in zip(*steps))
         rest = zip(rows, y_ids, logmu, valid.sum(-1), alive.tolist())
-        return [Sample(row, y[:T], lp[:T], not cut) for row, y, lp, T, cut in rest]
+        return [Sample(row, y[:T].clone(), lp[:T].clone(), not cut) for row, y, lp, T, cut in rest]
 
 
 # === ALGORITHM === from rewards to the loss: pure functions, all that another trainer needs =======
@@ -712,6 +730,26 @@ def autocast():
     return torch.autocast(DEVICE, torch.bfloat16, enabled=DEVICE == "cuda")
 
 
+def full(x):
+    """All of a parameter that fully_shard() has cut up; itself, if it is whole."""
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+def gather(part):
+    """A list of each rank -> one list, in the order of the ranks."""
+    parts = [part] * WORLD
+    if WORLD > 1:
+        distributed.all_gather_object(parts, part)
+    return sum(parts, [])
+
+
+def shares(batches):
+    """This rank's micro-batches, and whether each counts. All ranks make equally many forwards:
+    a sharded model gathers its weights from all of them."""
+    for i in range(0, len(batches), WORLD):
+        yield batches[min(i + RANK, len(batches) - 1)], i + RANK < len(batches)
+
+
 def head_inputs(model, samples):
     """-> hidden (N, H), the states that predict the response tokens of all samples; weight (V, H).
 
@@ -728,6 +766,11 @@ def head_inputs(model, samples):
     hidden, weight = states[valid.to(DEVICE)], model.get_output_embeddings().weight
     dtype = torch.bfloat16 if torch.is_autocast_enabled(DEVICE) else hidden.dtype
     return hidden.to(dtype), weight.to(dtype)
+
+
+def at_head(model, samples, f):
+    """f(hidden, weight), computed inside a method of the model, where its weights are whole."""
+    return f(*head_inputs(model, samples))
 
 
 def micro_batches(samples, tokens):
@@ -758,17 +801,23 @@ def finite(name, x):
 @torch.no_grad()
 def score(model, samples, args):
     """Set s.old, the log-probs (T, 1+K) of the sample's slots at the current weights."""
-    for batch in micro_batches(samples, args.micro_batch_tokens):
+    batches, found = [*micro_batches(samples, args.micro_batch_tokens)], []
+    for batch, counts in shares(batches):
         y_ids = flat(batch, "y_ids")
-        with autocast():
-            hidden, weight = head_inputs(model, batch)
+
+        def logpi(hidden, weight, y_ids=y_ids):
             parts = [
                 log_probs(hidden[rows], weight, args.temperature).gather(-1, y_ids[rows])
                 for rows in chunks(len(hidden), args.head_chunk)
             ]
-        logpi = finite("log pi", torch.cat(parts)).cpu()
-        for s, part in zip(batch, logpi.split([len(s.y_ids) for s in batch])):
-            s.old = part.masked_fill(s.logmu == -INF, -INF)
+            return torch.cat(parts)
+
+        with autocast():
+            old = finite("log pi", model.at_head(batch, logpi)).cpu()
+        found += old.split([len(s.y_ids) for s in batch]) if counts else ()
+    order = [s for rank in range(WORLD) for batch in batches[rank::WORLD] for s in batch]
+    for s, old in zip(order, gather([old.clone() for old in found])):
+        s.old = old.masked_fill(s.logmu == -INF, -INF)
 
 
 def update(model, optimizer, samples, method, args):
@@ -779,30 +828,35 @@ def update(model, optimizer, samples, method, args):
     """
     tokens = sum(len(s.y_ids) for s in samples)
     denominator = tokens if args.loss_agg == "token-mean" else len(samples) * args.max_response
+    batches = [*micro_batches([s for s in samples if s.A != 0], args.micro_batch_tokens)]
     seen = []
-    for batch in micro_batches([s for s in samples if s.A != 0], args.micro_batch_tokens):
+    for batch, counts in shares(batches):
+        share = denominator / WORLD if counts else INF  # fully_shard() averages over the ranks
         y_ids, logmu = flat(batch, "y_ids"), flat(batch, "logmu")  # (N, 1+K)
         anchor = (flat(batch, "old") if method.anchor == "recomputed" else logmu).exp()
         A = torch.cat([torch.full((len(s.y_ids),), s.A) for s in batch]).to(DEVICE)  # (N,)
 
-        def token_loss(logpi, rows, logmu=logmu, anchor=anchor, A=A):  # logpi (n, 1+K)
-            logmu, anchor, A = logmu[rows], anchor[rows], A[rows]
+        def token_loss(logpi, rows, y=(logmu, anchor, A), counts=counts, share=share):
+            logmu, anchor, A = (x[rows] for x in y)  # logpi (n, 1+K)
             pi = finite("log pi", logpi.detach()).masked_fill(logmu == -INF, -INF).exp()
             D = finite("D", method.distance(anchor, pi))
             keep = keep_mask(A, anchor, pi, method)
-            seen.append(dict(A=A, logmu=logmu[:, 0], logpi=logpi[:, 0].detach(), D=D, keep=keep))
-            return policy_loss(logpi[:, 0], logmu[:, 0], A, keep, method.cap) / denominator
+            if counts:
+                saw = dict(A=A, logmu=logmu[:, 0], logpi=logpi[:, 0].detach(), D=D, keep=keep)
+                seen.append({name: x.cpu() for name, x in saw.items()})
+            return policy_loss(logpi[:, 0], logmu[:, 0], A, keep, method.cap) / share
 
+        how = (y_ids, args.temperature, args.head_chunk, token_loss)
         with autocast():
-            head = head_inputs(model, batch)
-            loss = HeadLoss.apply(*head, y_ids, args.temperature, args.head_chunk, token_loss)
+            loss = model.at_head(batch, lambda *head, how=how: HeadLoss.apply(*head, *how))
         loss.backward()
-    if not seen:
+    if not batches:
         return None
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-    finite("the norm of the gradient", norm)
+    norm = finite("the norm of the gradient", full(norm)).cpu()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
+    seen = gather(seen)
     return {name: torch.cat([s[name] for s in seen]) for name in seen[0]} | dict(norm=norm[None])
 
 
@@ -814,7 +868,7 @@ class Signals:
     or checkpoint is cut in the middle. A second one kills."""
 
     def __init__(self):
-        self.got, self.held = 0, False
+        self.got, self.held = 0, WORLD > 1  # ranks must stop at the same place
         self.set(self.handle)
 
     def set(self, handler):
@@ -831,9 +885,14 @@ class Signals:
         self.held = True
 
     def __exit__(self, error, *_):
-        self.held = False
-        if self.got and not error:
+        self.held = WORLD > 1
+        if not error and self.any():
             raise KeyboardInterrupt
+
+    def any(self):
+        """Has this rank or another got one?"""
+        self.got = max(gather([self.got]))
+        return self.got
 
 
 class Stages(dict):
@@ -883,21 +942,23 @@ def problems_of(problems, step, args):
 
 def rollout(run, problems, n, seed):
     """y ~ mu at the model's weights, and R(y) -> n samples a problem, side by side, and R (B,)."""
-    from transformers import set_seed
-
     run.stages.enter("push")
     run.stages.clear()
     run.engine.push(run.model)
     run.stages.enter("rollout")
-    set_seed(seed)  # engines draw from the global generators
-    samples = run.engine.generate([p.ids for p in problems], n)
+    first, last = (len(problems) * rank // WORLD for rank in (RANK, RANK + 1))
+    mine = problems[first:last]
+    samples = run.engine.generate([p.ids for p in mine], n, seed + n * first)
     finite("log mu", flat(samples, "logmu", "cpu")[:, 0])
     run.stages.enter("grade")
     for i, s in enumerate(samples):
-        s.problem = problems[i // n]
+        s.problem = mine[i // n]
         s.text = run.tokenizer.decode(s.y_ids[:, 0], skip_special_tokens=True)
     R = run.grader([s.text for s in samples], [s.problem.gold for s in samples])
-    return samples, R
+    for s, reward in zip(samples, R.tolist()):
+        s.R = reward
+    samples = gather(samples)
+    return samples, torch.tensor([s.R for s in samples])
 
 
 def check_engine(fresh, exact):
@@ -947,8 +1008,8 @@ def train_step(run, samples, R):
 
     # 1. advantages
     A = group_advantages(R, G, args.normalize_std)
-    for s, reward, advantage in zip(samples, R.tolist(), A.tolist()):
-        s.R, s.A = reward, advantage
+    for s, advantage in zip(samples, A.tolist()):
+        s.A = advantage
 
     # 2. pi_theta' at the rollout's weights: of all samples if the method is anchored there, else
     #    of 16, which is enough to see that engine and trainer agree
@@ -963,7 +1024,7 @@ def train_step(run, samples, R):
     for a, b in zip(cuts, cuts[1:]):
         if stats := update(run.model, run.optimizer, samples[a:b], run.method, args):
             seen.append(stats)
-        if run.signals.got:  # the rest of the rollout is given up
+        if run.signals.any():  # the rest of the rollout is given up
             break
     run.step += 1
     run.stages.enter("record")
@@ -1005,25 +1066,31 @@ def checkpoints(out):
 
 
 def save(run):
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+    from torch.distributed.checkpoint import state_dict as sharded
 
     if run.saved == run.step:
         return
     run.stages.enter("save")
-    for name, p in run.model.named_parameters():
-        finite(name, p)  # a checkpoint is a good one
+    whole_model = sharded.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = sharded.get_model_state_dict(run.model, options=whole_model)
     state = dict(step=run.step, problems=[asdict(p) for p in run.problems], optimizer=None)
     if run.optimizer.state:
-        full = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        state["optimizer"] = get_optimizer_state_dict(run.model, run.optimizer, options=full)
-    with whole(run.out / f"step-{run.step:06}") as new:
-        run.model.save_pretrained(new)
-        run.tokenizer.save_pretrained(new)
-        torch.save(state, new / "trainer.pt")
+        state["optimizer"] = sharded.get_optimizer_state_dict(
+            run.model, run.optimizer, options=whole_model
+        )
+    if RANK == 0:
+        once = {name for name, _ in (*run.model.named_parameters(), *run.model.named_buffers())}
+        weights = {name: w for name, w in weights.items() if name in once}  # a tied head is not
+        for name, w in weights.items():
+            finite(name, w)  # a checkpoint is a good one
+        with whole(run.out / f"step-{run.step:06}") as new:
+            run.model.save_pretrained(new, state_dict=weights)
+            run.tokenizer.save_pretrained(new)
+            torch.save(state, new / "trainer.pt")
+        for old in checkpoints(run.out)[run.args.keep :]:
+            os.replace(old, f"{old}.partial")  # half deleted it is no checkpoint
+            shutil.rmtree(f"{old}.partial")
     run.saved = run.step
-    for old in checkpoints(run.out)[run.args.keep :]:
-        os.replace(old, f"{old}.partial")  # half deleted it is no checkpoint
-        shutil.rmtree(f"{old}.partial")
 
 
 def newest(out):
@@ -1124,7 +1191,14 @@ def load_model(args, config, eos):
     model.generation_config = GenerationConfig(eos_token_id=eos)
     if DEVICE == "cuda":
         model.gradient_checkpointing_enable(dict(use_reentrant=False))
-    return model.to(DEVICE).train()
+    model.at_head = MethodType(at_head, model.to(DEVICE).train())
+    if WORLD > 1:  # weights, gradients and Adam's state are cut up over the ranks
+        from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+        for part in (*model.base_model.layers, model):
+            fully_shard(part)
+        register_fsdp_forward_method(model, "at_head")
+    return model
 
 
 def load_engine(args, eos, K):
@@ -1177,6 +1251,7 @@ def start(args, signals):
     effective_method(args)  # for typos; once more when the vocabulary is known
     name = f"{args.method}-{Path(args.model).name or 'toy'}-{time.strftime('%Y%m%d-%H%M%S')}"
     out, grader, tracker, state = Path(args.out or f"runs/{name}"), Grader(), None, {}
+    out = gather([out])[0]
     if not args.model:
         from toy import lm
 
@@ -1195,11 +1270,12 @@ def start(args, signals):
     if args.eval_dataset not in ("", "train"):
         held_out = load_problems(args.eval_dataset, args, tokenizer, grader)
     try:
-        if args.tracker != "none":
+        if args.tracker != "none" and RANK == 0:
             tracker = importlib.import_module(args.tracker)
         out.mkdir(parents=True, exist_ok=True)
-        with whole(out / "config.json") as new:
-            new.write_text(json.dumps(flags, indent=1))
+        if RANK == 0:
+            with whole(out / "config.json") as new:
+                new.write_text(json.dumps(flags, indent=1))
     except ImportError:
         die(f"--tracker {args.tracker} is not installed: pip install {args.tracker}")
     except OSError as error:
@@ -1210,9 +1286,13 @@ def start(args, signals):
     model = load_model(args, config, eos)
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, weight_decay=args.weight_decay)
     if state.get("optimizer"):
-        from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+        from torch.distributed.checkpoint.state_dict import (
+            StateDictOptions,
+            set_optimizer_state_dict,
+        )
 
-        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+        options = StateDictOptions(full_state_dict=True)
+        set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
         for group in optimizer.param_groups:
             group.update(lr=args.lr, weight_decay=args.weight_decay)
     if tracker:
@@ -1242,7 +1322,7 @@ def train(run):
     from tqdm import tqdm
 
     args = run.args
-    with tqdm(total=args.steps, initial=run.step, unit="step") as bar:
+    with tqdm(total=args.steps, initial=run.step, unit="step", disable=RANK > 0) as bar:
         while True:
             step, row = run.step, dict(step=run.step)
             if args.eval_dataset and (step % args.eval_every == 0 or step == args.steps):
@@ -1267,6 +1347,8 @@ def train(run):
 
 def record(run, row, shown=()):
     """One line of metrics, a few graded samples; those of the first step go to the screen too."""
+    if RANK:
+        return
     with open(run.out / "metrics.jsonl", "a") as file:
         file.write(json.dumps(row) + "\n")
     with open(run.out / "samples.jsonl", "a") as file:
@@ -1301,12 +1383,16 @@ def summary(out, seconds):
 
 def main(argv=None):
     began, signals, run, row = time.perf_counter(), Signals(), None, {}
+    if WORLD > 1 and not distributed.is_initialized():
+        if DEVICE == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        distributed.init_process_group("nccl" if DEVICE == "cuda" else "gloo")
     try:
         run = start(parse_args(argv), signals)
         if not run.args.resume:
             run.problems = keep_solvable(run)
             save(run)  # a disk that is too small says so now
-        for log in ("metrics.jsonl", "samples.jsonl"):
+        for log in ("metrics.jsonl", "samples.jsonl") if RANK == 0 else ():
             rewind(run.out / log, run.step)
         with suppress(KeyboardInterrupt):
             row = train(run)
@@ -1332,7 +1418,8 @@ def main(argv=None):
     if signals.got:
         name = signal.Signals(signals.got).name
         die(f"{name} after step {run.step}; --resume {run.out} goes on", 128 + signals.got)
-    summary(run.out, time.perf_counter() - began)
+    if RANK == 0:
+        summary(run.out, time.perf_counter() - began)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import os
 
 import pytest
 import torch
-from transformers import AutoTokenizer, set_seed
+from transformers import AutoTokenizer
 
 import dppo
 
@@ -74,8 +74,7 @@ def test_hf_engine_records_the_law_that_samples(models, tied, K):
     engine, prompts = dppo.HfEngine(args, [EOS], K), prompts_of([1, 5, 33])
     disturb(model, 1)
     engine.push(model)
-    set_seed(0)
-    samples = engine.generate(prompts, 6)
+    samples = engine.generate(prompts, 6, 0)
     check_samples(model, prompts, samples, 6, K)
     assert {s.stopped for s in samples} == {True, False}
     dppo.score(model, samples, args)
@@ -86,8 +85,7 @@ def test_hf_engine_samples_from_mu(models):
     args, model = load(models("tied"))
     engine, (prompt,) = dppo.HfEngine(args, [EOS], 0), prompts_of([4])
     engine.push(model)
-    set_seed(0)
-    first = torch.stack([s.y_ids[0, 0] for s in engine.generate([prompt], 4000)])
+    first = torch.stack([s.y_ids[0, 0] for s in engine.generate([prompt], 4000, 0)])
     law = full_law(model, dppo.Sample(prompt, torch.tensor([[EOS]]), None, True))[0].exp()
     assert (torch.bincount(first, minlength=14) / 4000 - law).abs().max() < 0.03
 
@@ -97,17 +95,25 @@ def test_same_seed_same_samples_and_other_seed_others(models):
     engine, draws = dppo.HfEngine(args, [EOS], 0), []
     engine.push(model)
     for seed in (5, 5, 6):
-        set_seed(seed)
-        draws.append([s.y_ids.tolist() for s in engine.generate(prompts_of([4, 9]), 8)])
+        draws.append([s.y_ids.tolist() for s in engine.generate(prompts_of([4, 9]), 8, seed)])
     assert draws[0] == draws[1] != draws[2]
     assert len({str(y) for y in draws[0][:8]}) > 4  # the samples of a prompt differ
+    check_company(engine)
+
+
+def check_company(engine):
+    """What a prompt draws does not depend on what is sampled beside it; no seed serves twice."""
+    ids = lambda prompts, seed: [s.y_ids.tolist() for s in engine.generate(prompts, 8, seed)]
+    prompts = prompts_of([9, 4, 9])
+    assert ids(prompts, 100)[8:] == ids(prompts[1:], 108)
+    assert len({str(y) for y in ids([prompts[0]] * 4, 100)}) > 16
 
 
 def test_scoring_ignores_padding_and_company(models):
     args, model = load(models("tied"))
     engine = dppo.HfEngine(args, [EOS], 2)
     engine.push(model)
-    samples = engine.generate(prompts_of([2, 40, 7, 7]), 2)
+    samples = engine.generate(prompts_of([2, 40, 7, 7]), 2, 0)
     dppo.score(model, samples, args)
     together = [s.old for s in samples]
     args.micro_batch_tokens, args.head_chunk = 1, 3
@@ -148,18 +154,18 @@ def test_vllm_records_the_law_that_samples_after_every_push(models, tied, enviro
         if version:
             disturb(model, version)
         engine.push(model)
-        set_seed(0)
-        samples = engine.generate(prompts, n)
+        samples = engine.generate(prompts, n, 0)
         check_samples(model, prompts, samples, n, K)
         dppo.score(model, samples, args)
         assert dppo.check_engine(samples, exact=True).max() < 1e-4
         draws.append([s.y_ids[:, 0].tolist() for s in samples])
     assert draws[0] != draws[1] != draws[2]
     assert torch.get_num_threads() == THREADS
+    check_company(engine)
 
     # an engine that missed a push is found out
     disturb(model, 3)
-    samples = engine.generate(prompts, n)
+    samples = engine.generate(prompts, n, 0)
     dppo.score(model, samples, args)
     with pytest.raises(dppo.Stop, match="differ by"):
         dppo.check_engine(samples, exact=True)
@@ -175,8 +181,7 @@ def test_vllm_and_hf_engines_return_the_same_kind_of_thing(models, environment):
     prompts, n, firsts = prompts_of([4]), 3000, []
     for engine in (dppo.VllmEngine(args, [EOS], 14), dppo.HfEngine(args, [EOS], 14)):
         engine.push(model)
-        set_seed(3)
-        samples = engine.generate(prompts, n)
+        samples = engine.generate(prompts, n, 0)
         check_samples(model, prompts, samples[:20], 20, 14)
         firsts.append(
             torch.bincount(torch.stack([s.y_ids[0, 0] for s in samples]), minlength=14) / n
@@ -200,7 +205,7 @@ def test_vllm_ignores_the_models_own_sampling_settings(models, tmp_path, environ
     assert eos == [EOS, 5]
     engine, prompts = dppo.VllmEngine(args, eos, 0), prompts_of([4, 6])
     engine.push(model)
-    samples = engine.generate(prompts, 40)
+    samples = engine.generate(prompts, 40, 0)
     dppo.score(model, samples, args)
     assert dppo.check_engine(samples, exact=True).max() < 1e-4
     lasts = {s.y_ids[-1, 0].item() for s in samples if s.stopped}

@@ -178,7 +178,7 @@ def test_a_head_that_is_wider_than_the_tokenizer(models):
     engine, prompts = dppo.HfEngine(args, eos, 40), prompts_of([3, 7])
     disturb(model, 1)
     engine.push(model)
-    samples = engine.generate(prompts, 8)
+    samples = engine.generate(prompts, 8, 0)
     assert max(s.y_ids[:, 0].max() for s in samples) >= len(tok)
     dppo.score(model, samples, args)
     assert dppo.check_engine(samples, exact=True).max() < 1e-4

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 from test_engines import EOS, disturb, load, needs_vllm, prompts_of
-from transformers import AutoModelForCausalLM, set_seed
+from transformers import AutoModelForCausalLM
 
 import dppo
 from conftest import ROOT
@@ -20,8 +20,7 @@ def rollout(directory, method, K=0, G=4, shift=0.0):
     args, model = load(directory)
     engine = dppo.HfEngine(args, [EOS], K)
     engine.push(model)
-    set_seed(0)
-    samples = engine.generate(prompts_of([3, 8, 20, 5]), G)
+    samples = engine.generate(prompts_of([3, 8, 20, 5]), G, 0)
     dppo.score(model, samples, args)
     R = torch.tensor([float(s.y_ids[0, 0] % 2) for s in samples])
     for s, A in zip(samples, dppo.group_advantages(R, G).tolist()):
