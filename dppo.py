@@ -63,7 +63,7 @@ from torch import Tensor, distributed
 
 INF = math.inf
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-AUTO_DTYPE = "bfloat16" if DEVICE == "cuda" else "float32"
+AUTO_DTYPE, HEAD_CHUNK = ("bfloat16", 1024) if DEVICE == "cuda" else ("float32", 128)
 DAPO = "BytedTsinghua-SIA/DAPO-Math-17k"
 INSTRUCTION = 'Think step by step, then end with a line "Answer: X" where X is the final answer.'
 # `torchrun --nproc-per-node N dppo.py` starts N ranks; alone this process is all of them
@@ -120,7 +120,7 @@ class Args:
     weight_decay: float = flag(0.0, "AdamW")
     max_grad_norm: float = flag(1.0, "gradient clipping")
     micro_batch_tokens: int = flag(16384, "padded tokens a forward; memory only, never results")
-    head_chunk: int = flag(1024, "tokens whose logits exist at once; memory only, never results")
+    head_chunk: int = flag(HEAD_CHUNK, "tokens whose logits exist at once (GPU: 1024); memory only")
     seed: int = flag(0, "with --engine hf on a CPU a run repeats exactly")
     out: str = flag("", "new directory for the run; default runs/METHOD-MODEL-TIME")
     resume: str = flag(
@@ -705,7 +705,11 @@ class HeadLoss(torch.autograd.Function):
             d_logits = softmax.mul_(-g.sum(-1, keepdim=True)).scatter_add_(-1, y_ids[rows], g)
             d_logits = d_logits.to(weight.dtype)
             grad_hidden[rows] = d_logits @ weight / temperature
-            grad_weight += d_logits.T @ (hidden[rows] / temperature)
+            product = d_logits.T, hidden[rows] / temperature
+            if dtype == weight.dtype:
+                grad_weight.addmm_(*product)  # without a (V, H) tensor in between
+            else:
+                grad_weight += product[0] @ product[1]
             total += loss.detach()
         ctx.save_for_backward(grad_hidden, grad_weight.to(weight.dtype))
         return total

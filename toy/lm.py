@@ -22,6 +22,7 @@ SETTINGS = dict(
     prompts_per_step=128,
     group_size=8,
     minibatches=4,
+    head_chunk=4096,  # logits of a vocabulary of 14 are small
     max_prompt=8,
     max_response=4,
     lr=2e-4,
