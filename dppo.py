@@ -41,6 +41,7 @@ import re
 import shutil
 import signal
 import sys
+import tempfile
 import time
 import traceback
 import warnings
@@ -48,6 +49,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
+from datetime import timedelta
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -70,8 +72,9 @@ INSTRUCTION = 'Think step by step, then end with a line "Answer: X" where X is t
 WORLD = int(os.environ["WORLD_SIZE"]) if distributed.is_torchelastic_launched() else 1
 RANK = int(os.environ["RANK"]) if WORLD > 1 else 0
 DTYPES, AGGS = ["auto", "float32", "bfloat16"], ["constant", "token-mean"]
-# what a run's problems come from, which a resumed run reads back
+# what the problems of a run and their order come from: a resumed run reads them back
 FIXED = "model dataset prompt_column answer_column instruction solve_rate max_prompt".split()
+FIXED += ["prompts_per_step"]
 
 # ------------------------------------------------------------------------------- configuration
 
@@ -166,7 +169,8 @@ def parse_args(argv=None) -> Args:
     for f in fields(Args):
         kwargs = dict(f.metadata, default=f.default)
         if f.type is bool:
-            kwargs = dict(help=kwargs["help"], default=False, action="store_true")
+            kwargs["action"] = argparse.BooleanOptionalAction
+            del kwargs["type"]
         if f.type is tuple:
             kwargs.update(type=float, nargs=2, metavar=("LOW", "HIGH"))
         parser.add_argument("--" + f.name.replace("_", "-"), **kwargs)
@@ -182,7 +186,7 @@ def parse_args(argv=None) -> Args:
     args.solve_rate = [*args.solve_rate]
     if saved:
         args.resume = args.out = out
-    for name in saved.keys() - {"resume", "out"}:
+    for name in saved:
         old, new, text = saved[name], getattr(args, name), f"--{name.replace('_', '-')}"
         if new != old and name in FIXED:
             die(f"--resume: {text} cannot change from {old} to {new}: start a new run")
@@ -206,7 +210,7 @@ def parse_args(argv=None) -> Args:
         die("--stop-at needs --eval-dataset: it looks at the evaluation accuracy")
     if args.gpu_memory > 1:
         die("--gpu-memory is a share of the GPU, at most 1")
-    unborn = {"config.json", "traceback.txt", "step-000000.partial"}  # of a run that got nowhere
+    unborn = {"lock", "config.json", "traceback.txt", "step-000000.partial"}  # got nowhere
     if args.out and not saved:
         if Path(args.out).is_file() or {path.name for path in Path(args.out).glob("*")} - unborn:
             die(f"--out {args.out} is a file or holds another run: a new directory, or --resume")
@@ -216,11 +220,14 @@ def parse_args(argv=None) -> Args:
 def config_of(resume):
     """-> the directory and the flags of the run to go on with."""
     try:
-        runs = [Path(resume, "config.json")] if resume else Path("runs").glob("*/config.json")
-        path = max(runs, key=os.path.getmtime)
-        config = json.loads(path.read_text())
-        return str(path.parent), {f.name: config[f.name] for f in fields(Args) if f.name in config}
-    except (OSError, ValueError, TypeError) as error:
+        runs = [Path(resume)] if resume else Path("runs").glob("*/step-*")
+        out = max(runs, key=os.path.getmtime)
+        out = out.parent if re.fullmatch(r"step-\d+", out.name) else out  # a checkpoint of it
+        config = json.loads((out / "config.json").read_text())
+        anew = {"resume", "out", "trust_remote_code", "allow_pickle"}  # never from a file
+        names = [f.name for f in fields(Args) if f.name in config and f.name not in anew]
+        return str(out), {name: config[name] for name in names} | dict(method=config["method"])
+    except (OSError, ValueError, TypeError, KeyError) as error:
         die(f"--resume: no run in {resume or 'runs/'} ({error})")
 
 
@@ -323,19 +330,6 @@ def final_answer(text):
     return answer.strip(" $*`").removesuffix(".").strip(" $*`")
 
 
-def equivalent(answer, gold):
-    """Do two LaTeX answers say the same? Runs in the grader's process."""
-    from math_verify import parse, verify
-
-    alarm = getattr(signal, "alarm", lambda seconds: None)
-    alarm(5)  # the kernel's: what is stuck in C must not outlive a trainer that was killed
-    try:
-        parsed = [parse(f"\\boxed{{{side}}}", parsing_timeout=None) for side in (gold, answer)]
-        return all(parsed) and bool(verify(*parsed, timeout_seconds=None))
-    finally:
-        alarm(0)
-
-
 class Grader:
     """R(y) = 1 if the final answer equals the gold answer, else 0.
 
@@ -347,7 +341,7 @@ class Grader:
     BATCH_SECONDS, MEAN_SECONDS = 60.0, 0.05  # and for n answers: the first + n * the second
 
     def __init__(self):
-        self.pool, self.deadline, self.timeouts = None, INF, 0
+        self.worker, self.deadline, self.timeouts = None, INF, 0
 
     def __call__(self, texts, golds):
         """B texts and B gold answers -> R (B,)"""
@@ -370,27 +364,47 @@ class Grader:
         if time.monotonic() > self.deadline:
             self.timeouts += 1
             return False
-        if self.pool is None:  # spawn: forking a process full of threads may hang
-            self.pool = multiprocessing.get_context("spawn").Pool(1, start_worker)
-            self.pool.apply(equivalent, ("x", "x"))  # the slow import is not the answer's fault
         try:
-            return self.pool.apply_async(equivalent, (answer, gold)).get(self.SECONDS)
-        except multiprocessing.TimeoutError:
+            if self.worker is None:  # spawn: forking a process full of threads may hang
+                context = multiprocessing.get_context("spawn")
+                self.pipe, theirs = context.Pipe()
+                self.worker = context.Process(target=judge, args=(theirs,), daemon=True)
+                self.worker.start()
+                theirs.close()
+                self.pipe.send(("x", "x"))
+                self.pipe.recv()  # the slow import is not the answer's fault
+            self.pipe.send((answer, gold))
+            if self.pipe.poll(self.SECONDS):
+                return self.pipe.recv()
             self.timeouts += 1
-            self.close()
-        except Exception:  # whatever math-verify stumbles over is no answer
+        except (OSError, EOFError):  # the worker is gone: out of memory, or killed by somebody
             pass
+        self.close()
         return False
 
     def close(self):
-        if self.pool is not None:
-            self.pool.terminate()
-        self.pool = None
+        if self.worker is not None:
+            self.worker.kill()
+            self.worker.join()
+        self.worker = None
 
 
-def start_worker():
+def judge(pipe):
+    """The grader's process: do two LaTeX answers say the same?"""
+    from math_verify import parse, verify
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer
     logging.disable(logging.WARNING)  # math-verify asks for the time limit that Grader keeps
+    alarm = getattr(signal, "alarm", lambda seconds: None)
+    with suppress(EOFError):  # the trainer is gone
+        while True:
+            same, sides = False, pipe.recv()
+            alarm(5)  # the kernel's: what is stuck in C must not outlive a trainer that was killed
+            with suppress(Exception):  # whatever math-verify stumbles over is no answer
+                a, b = [parse(f"\\boxed{{{side}}}", parsing_timeout=None) for side in sides]
+                same = bool(a and b and verify(b, a, timeout_seconds=None))
+            alarm(0)
+            pipe.send(same)
 
 
 # -------------------------------------------------------------------------------------- rollout
@@ -810,11 +824,9 @@ def score(model, samples, args):
         y_ids = flat(batch, "y_ids")
 
         def logpi(hidden, weight, y_ids=y_ids):
-            parts = [
-                log_probs(hidden[rows], weight, args.temperature).gather(-1, y_ids[rows])
-                for rows in chunks(len(hidden), args.head_chunk)
-            ]
-            return torch.cat(parts)
+            some = lambda rows: log_probs(hidden[rows], weight, args.temperature)
+            parts = chunks(len(hidden), args.head_chunk)
+            return torch.cat([some(rows).gather(-1, y_ids[rows]) for rows in parts])
 
         with autocast():
             old = finite("log pi", model.at_head(batch, logpi)).cpu()
@@ -835,7 +847,8 @@ def update(model, optimizer, samples, method, args):
     batches = [*micro_batches([s for s in samples if s.A != 0], args.micro_batch_tokens)]
     seen = []
     for batch, counts in shares(batches):
-        share = denominator / WORLD if counts else INF  # fully_shard() averages over the ranks
+        # fully_shard() averages over the ranks; a forward that only keeps company weighs 1 / inf
+        share = denominator / WORLD if counts else INF
         y_ids, logmu = flat(batch, "y_ids"), flat(batch, "logmu")  # (N, 1+K)
         anchor = (flat(batch, "old") if method.anchor == "recomputed" else logmu).exp()
         A = torch.cat([torch.full((len(s.y_ids),), s.A) for s in batch]).to(DEVICE)  # (N,)
@@ -867,38 +880,6 @@ def update(model, optimizer, samples, method, args):
 # -------------------------------------------------------------------------------------- one step
 
 
-class Signals:
-    """SIGINT or SIGTERM ends the run: at once, or after `with signals:`, so that no minibatch, log
-    or checkpoint is cut in the middle. A second one kills."""
-
-    def __init__(self):
-        self.got, self.held = 0, WORLD > 1  # ranks must stop at the same place
-        self.set(self.handle)
-
-    def set(self, handler):
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, handler)
-
-    def handle(self, number, frame):
-        self.set(signal.SIG_DFL)
-        self.got = number
-        if not self.held:
-            raise KeyboardInterrupt
-
-    def __enter__(self):
-        self.held = True
-
-    def __exit__(self, error, *_):
-        self.held = WORLD > 1
-        if not error and self.any():
-            raise KeyboardInterrupt
-
-    def any(self):
-        """Has this rank or another got one?"""
-        self.got = max(gather([self.got]))
-        return self.got
-
-
 class Stages(dict):
     """Seconds of each stage; `now` names the running one, should it fail."""
 
@@ -916,7 +897,7 @@ class Run:
 
     args: Args
     out: Path
-    signals: Signals
+    signals: object
     tokenizer: object
     grader: Grader
     method: Method
@@ -926,6 +907,7 @@ class Run:
     model: object
     optimizer: object
     tracker: object  # or None
+    lock: object  # an open file
     step: int  # rollouts done
     saved: int  # what the newest checkpoint holds
     stages: Stages = field(default_factory=Stages)
@@ -953,7 +935,8 @@ def rollout(run, problems, n, seed):
     first, last = (len(problems) * rank // WORLD for rank in (RANK, RANK + 1))
     mine = problems[first:last]
     samples = run.engine.generate([p.ids for p in mine], n, seed + n * first)
-    finite("log mu", flat(samples, "logmu", "cpu")[:, 0])
+    for s in samples:
+        finite("log mu", s.logmu[:, 0])
     run.stages.enter("grade")
     for i, s in enumerate(samples):
         s.problem = mine[i // n]
@@ -1005,6 +988,13 @@ def metrics(samples, R, fresh, gap, seen, group_size):
     return row
 
 
+def solve_rates(run, problems, n, seed):
+    """Mean reward of n samples a problem (P,); a thousand problems at a time, for the memory."""
+    parts = chunks(len(problems), 1024)
+    R = [rollout(run, problems[part], n, seed + n * part.start)[1] for part in parts]
+    return torch.cat(R).view(-1, n).mean(-1)
+
+
 def train_step(run, samples, R):
     """Everything after the rollout -> its row of metrics."""
     args, G, n = run.args, run.args.group_size, run.args.minibatches
@@ -1028,7 +1018,7 @@ def train_step(run, samples, R):
     for a, b in zip(cuts, cuts[1:]):
         if stats := update(run.model, run.optimizer, samples[a:b], run.method, args):
             seen.append(stats)
-        if run.signals.any():  # the rest of the rollout is given up
+        if run.signals.agreed():  # the rest of the rollout is given up
             break
     run.step += 1
     run.stages.enter("record")
@@ -1041,6 +1031,40 @@ def train_step(run, samples, R):
 # --------------------------------------------------------------------------------- nothing is lost
 # OUT/step-000020 is a model directory in float32 and trainer.pt. All that is random derives from
 # --seed and the step, so weights, optimizer, problems and step are what there is to restore.
+
+
+class Signals:
+    """SIGINT, SIGTERM or SIGHUP ends the run: at once, or after `with signals:`, so that no
+    minibatch, log or checkpoint is cut in the middle. A second one kills."""
+
+    def __init__(self):
+        self.got, self.held = 0, WORLD > 1  # ranks must stop at the same place
+        self.set(self.handle)
+
+    def set(self, handler):
+        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+            number = getattr(signal, name, None)
+            if number and signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+                signal.signal(number, handler)
+
+    def handle(self, number, frame):
+        self.set(signal.SIG_DFL)
+        self.got = number
+        if not self.held:
+            raise KeyboardInterrupt
+
+    def __enter__(self):
+        self.held = True
+
+    def __exit__(self, error, *_):
+        self.held = WORLD > 1
+        if not error and self.agreed():
+            raise KeyboardInterrupt
+
+    def agreed(self):
+        """What this rank or another got: 0 or the signal's number."""
+        self.got = max(gather([self.got]))
+        return self.got
 
 
 def sync(path):
@@ -1058,8 +1082,6 @@ def whole(path):
     yield partial
     for part in [*partial.rglob("*"), partial]:
         sync(part)
-    if path.is_dir():
-        shutil.rmtree(path)
     os.replace(partial, path)
     sync(path.parent)
 
@@ -1098,23 +1120,41 @@ def save(run):
 
 
 def newest(out):
-    """-> the newest checkpoint that reads whole, and its trainer.pt."""
+    """The newest checkpoint that reads whole. What does not is put aside, and said."""
     from safetensors import safe_open
 
     for path in out.glob("step-*.partial"):
-        say(f"{path} was never finished: passed over")
+        say(f"{path} was never finished: removed")
+        shutil.rmtree(path)
     for path in checkpoints(out):
         try:
             for weights in path.glob("*.safetensors"):
                 safe_open(weights, "pt")
-            return path, torch.load(path / "trainer.pt", "cpu", weights_only=True, mmap=True)
+            torch.load(path / "trainer.pt", "cpu", weights_only=True, mmap=True)
+            return path
         except Exception as error:
-            say(f"{path} cannot be read ({error}): passed over")
+            say(f"{path} cannot be read ({error}): put aside as {path}.unreadable")
+            os.replace(path, f"{path}.unreadable")
     die(f"--resume: no checkpoint in {out}: the run ended before its first; start it again")
+
+
+def lock(out):
+    """One process writes into a directory. The kernel forgets the lock when the process ends."""
+    file = open(out / "lock", "w")
+    with suppress(ImportError):  # Windows
+        import fcntl
+
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            die(f"another process runs in {out}")
+    return file
 
 
 def rewind(path, step):
     """A log without the rows of `step` and later, which are done again, and without a torn one."""
+    if RANK:
+        return
     kept = []
     for line in path.read_text().splitlines(keepends=True) if path.exists() else ():
         with suppress(ValueError):
@@ -1185,10 +1225,9 @@ def load_model(args, config, eos):
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     kwargs = dict(trust_remote_code=args.trust_remote_code, config=config)
-    kwargs |= dict(dtype=torch.float32)  # master weights
-    try:
-        safe = None if args.allow_pickle else True
-        model = AutoModelForCausalLM.from_pretrained(args.model, use_safetensors=safe, **kwargs)
+    kwargs |= dict(use_safetensors=None if args.allow_pickle else True)
+    try:  # float32: the master weights
+        model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, **kwargs)
     except Exception as error:
         die(f"--model {args.model}: {error}")
     # many a model brings a generation config that transformers loads but refuses to save
@@ -1207,9 +1246,7 @@ def load_model(args, config, eos):
 
 def load_engine(args, eos, K):
     if args.engine == "hf" and args.engine_dtype not in ("auto", AUTO_DTYPE):
-        die(
-            f"--engine-dtype {args.engine_dtype}: --engine hf samples in the trainer's {AUTO_DTYPE}"
-        )
+        die(f"--engine hf samples in the trainer's {AUTO_DTYPE}: leave out --engine-dtype")
     if args.engine != "hf":
         try:
             return VllmEngine(args, eos, K)
@@ -1224,8 +1261,12 @@ def report(args, method, config, tokenizer, eos, problems, out):
     """What is about to run, before the slow part, and a line for all that looks like a mistake."""
     from transformers import AutoModelForCausalLM, __version__
 
-    with torch.device("meta"):  # sizes without weights
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=args.trust_remote_code)
+    try:
+        with torch.device("meta"):  # sizes without weights
+            trust = args.trust_remote_code
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
+    except ValueError as error:
+        die(f"--model {args.model} is no causal language model: {error}")
     N, row = sum(p.numel() for p in model.parameters()), METHODS[args.method]
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     chat = "chat template" if tokenizer.chat_template else "no chat template: plain text prompts"
@@ -1252,58 +1293,54 @@ def report(args, method, config, tokenizer, eos, problems, out):
 
 def start(args, signals):
     """All that can be wrong with the input comes first, then the engine's slow start -> Run."""
+    from torch.distributed.checkpoint import state_dict as sharded
+
     effective_method(args)  # for typos; once more when the vocabulary is known
     name = f"{args.method}-{Path(args.model).name or 'toy'}-{time.strftime('%Y%m%d-%H%M%S')}"
-    out, grader, tracker, state = Path(args.out or f"runs/{name}"), Grader(), None, {}
-    out = gather([out])[0]
+    out = gather([Path(args.out or f"runs/{name}-{os.getpid()}")])[0]  # rank 0's, for all
+    grader, tracker, state = Grader(), None, {}
     if not args.model:
         from toy import lm
 
         say("no --model: the toy model of toy/lm.py, made once and kept")
         args.model, args.dataset = map(str, lm.make(out.parent / "toy-base"))
-    flags = asdict(args)
-    if args.resume:
-        path, state = newest(out)
-        args.model = str(path)
-        say(f"--resume: from {path}")
-    config, tokenizer, eos = load_tokenizer(args)
-    method = effective_method(args, config.get_text_config().vocab_size)
-    problems = [Problem(**p) for p in state.get("problems", ())]
-    problems = problems or load_problems(args.dataset, args, tokenizer, grader)
-    held_out = None
-    if args.eval_dataset not in ("", "train"):
-        held_out = load_problems(args.eval_dataset, args, tokenizer, grader)
+    flags = asdict(args)  # before a checkpoint takes the model's place
     try:
+        out.mkdir(parents=True, exist_ok=True)
+        locked = lock(out) if RANK == 0 else None
         if args.tracker != "none" and RANK == 0:
             tracker = importlib.import_module(args.tracker)
-        out.mkdir(parents=True, exist_ok=True)
-        if RANK == 0:
-            with whole(out / "config.json") as new:
-                new.write_text(json.dumps(flags, indent=1))
     except ImportError:
         die(f"--tracker {args.tracker} is not installed: pip install {args.tracker}")
     except OSError as error:
         die(f"--out {out}: {error}")
+    if args.resume:
+        args.model = str(gather([newest(out)] if RANK == 0 else [])[0])
+        state = torch.load(Path(args.model, "trainer.pt"), "cpu", weights_only=True)
+        say(f"--resume: from {args.model}")
+    config, tokenizer, eos = load_tokenizer(args)
+    method = effective_method(args, config.get_text_config().vocab_size)
+    load = lambda name: gather(load_problems(name, args, tokenizer, grader) if RANK == 0 else [])
+    problems = [Problem(**p) for p in state.get("problems", ())] or load(args.dataset)
+    held_out = load(args.eval_dataset) if args.eval_dataset not in ("", "train") else None
     report(args, method, config, tokenizer, eos, problems, out)
 
     engine = load_engine(args, eos, method.top_k)  # first: it measures the free memory
     model = load_model(args, config, eos)
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, weight_decay=args.weight_decay)
     if state.get("optimizer"):
-        from torch.distributed.checkpoint.state_dict import (
-            StateDictOptions,
-            set_optimizer_state_dict,
-        )
-
-        options = StateDictOptions(full_state_dict=True)
-        set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
+        options = sharded.StateDictOptions(full_state_dict=True)
+        sharded.set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
         for group in optimizer.param_groups:
             group.update(lr=args.lr, weight_decay=args.weight_decay)
     if tracker:
         tracker.init(project="dppo", name=out.name, config=flags)
+    if RANK == 0:  # now that nothing can fail: a failed start leaves no flags behind
+        with whole(out / "config.json") as new:
+            new.write_text(json.dumps(flags, indent=1))
     return Run(
         args, out, signals, tokenizer, grader, method, problems, held_out, engine, model, optimizer,
-        tracker, step=state.get("step", 0), saved=state.get("step", -1),
+        tracker, locked, step=state.get("step", 0), saved=state.get("step", -1),
     )  # fmt: skip
 
 
@@ -1315,7 +1352,7 @@ def keep_solvable(run):
     (low, high), n = run.args.solve_rate, run.args.solve_rate_samples
     if (low, high) == (0.0, 1.0):
         return run.problems
-    rates = rollout(run, run.problems, n, seed_of(run.args, "rates"))[1].view(-1, n).mean(-1)
+    rates = solve_rates(run, run.problems, n, seed_of(run.args, "rates"))
     kept = [p for p, rate in zip(run.problems, rates.tolist()) if low <= rate <= high]
     say(f"solve rate {rates.mean():.3f}; {len(kept):,} of {len(rates):,} in [{low}, {high}]")
     return kept or die("--solve-rate keeps no prompt: widen it or take other problems")
@@ -1331,7 +1368,7 @@ def train(run):
             step, row = run.step, dict(step=run.step)
             if args.eval_dataset and (step % args.eval_every == 0 or step == args.steps):
                 asked, seed = run.held_out or run.problems, seed_of(args, "eval", step)
-                row["accuracy"] = rollout(run, asked, args.eval_samples, seed)[1].mean().item()
+                row["accuracy"] = solve_rates(run, asked, args.eval_samples, seed).mean().item()
                 say(f"step {step}: evaluation accuracy {row['accuracy']:.3f}")
             if step >= args.steps or row.get("accuracy", -1) >= (args.stop_at or INF):
                 return row
@@ -1390,13 +1427,14 @@ def main(argv=None):
     if WORLD > 1 and not distributed.is_initialized():
         if DEVICE == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        distributed.init_process_group("nccl" if DEVICE == "cuda" else "gloo")
+        patience = timedelta(hours=2)  # rank 0 may save for long
+        distributed.init_process_group("nccl" if DEVICE == "cuda" else "gloo", timeout=patience)
     try:
         run = start(parse_args(argv), signals)
         if not run.args.resume:
             run.problems = keep_solvable(run)
             save(run)  # a disk that is too small says so now
-        for log in ("metrics.jsonl", "samples.jsonl") if RANK == 0 else ():
+        for log in ("metrics.jsonl", "samples.jsonl"):
             rewind(run.out / log, run.step)
         with suppress(KeyboardInterrupt):
             row = train(run)
@@ -1404,21 +1442,25 @@ def main(argv=None):
         save(run)
         if "accuracy" in row:  # of the final weights
             record(run, row)
+        run.grader.close()
+        if run.tracker:
+            run.tracker.finish()
     except KeyboardInterrupt:
-        die("stopped before the first step", 128 + signals.got)
+        die("stopped while starting", 128 + signals.got)
     except Exception as error:
-        if run is None:
-            raise
+        where = f"step {run.step}, {run.stages.now}" if run else "while starting"
         if not isinstance(error, Stop):
+            file = (run.out if run else Path(tempfile.gettempdir())) / "traceback.txt"
             with suppress(OSError):
-                (run.out / "traceback.txt").write_text(traceback.format_exc())
-            error = f"{type(error).__name__}: {error} (traceback.txt)"
-        last = checkpoints(run.out)
-        kept = f"{last[0]} is kept, --resume {run.out} goes on" if last else "no checkpoint yet"
-        die(f"step {run.step}, {run.stages.now}: {error}; {kept}", 1)
-    run.grader.close()
-    if run.tracker:
-        run.tracker.finish()
+                file.write_text(traceback.format_exc())
+            error = f"{type(error).__name__}: {error} ({file})"
+        kept = "no checkpoint yet"
+        if run and run.saved >= 0:
+            if WORLD == 1 and run.stages.now not in ("train", "save"):  # the weights are good
+                with suppress(Exception):
+                    save(run)
+            kept = f"{checkpoints(run.out)[0]} is kept, --resume {run.out} goes on"
+        die(f"{where}: {error}; {kept}", 1)
     if signals.got:
         name = signal.Signals(signals.got).name
         die(f"{name} after step {run.step}; --resume {run.out} goes on", 128 + signals.got)

@@ -212,7 +212,7 @@ def rollout(argv):
         return result
 
     engine.llm.generate = timed
-    total = seconds(engine.generate, [[2, 3, 4]] * 8, 32)[0]
+    total = seconds(engine.generate, [[2, 3, 4]] * 8, 32, 0)[0]
     share = (total - spent[0]) / spent[0]
     print(f"push {push:.2f} s; torch has {torch.get_num_threads()} threads")
     print(f"256 x 490 tokens, K = 20: {spent[0]:.1f} CPU s in vLLM, {share:.1%} of it for tensors")

@@ -45,6 +45,10 @@ STAGES = {  # the n-th call that is in step 2, after two whole steps
 FLAGS = [*SMALL, "--steps", "4", "--save-every", "1"]
 
 
+def step_of(out):
+    return torch.load(dppo.newest(out) / "trainer.pt")["step"]
+
+
 def drive(out, stage, event, *flags, check=True):
     owner, name, nth = STAGES[stage]
     code = DRIVER.format(root=str(ROOT), stage=owner, name=name, nth=nth, event=event)
@@ -82,7 +86,7 @@ def test_a_signal_ends_the_run_and_loses_nothing(toy, straight, stage, name):
     done = 3 if stage == "train" else 2
     assert rc == 128 + number
     assert lines == [f"dppo: {name} after step {done}; --resume {out} goes on"]
-    assert torch.load(dppo.newest(out)[0] / "trainer.pt")["step"] == done
+    assert step_of(out) == done
     rows = rows_of(out)
     assert [row["step"] for row in rows] == [0, 1, 2][:done]
     if stage == "train":  # the minibatch was finished, the other three given up
@@ -101,7 +105,7 @@ def test_kill_9_in_every_stage(toy, straight, stage):
     out = toy[0] / f"SIGKILL-{stage}"
     rc, lines, _ = drive(out, stage, "os.kill(os.getpid(), signal.SIGKILL)")
     assert rc == -signal.SIGKILL and not lines
-    assert dppo.newest(out)[1]["step"] == (1 if stage == "save" else 2)
+    assert step_of(out) == (1 if stage == "save" else 2)
     resume(out)
     assert timeless(rows_of(out)) == straight
 
@@ -110,7 +114,7 @@ def test_a_second_signal_stops_at_once(toy):
     out, number = toy[0] / "twice", "signal.SIGINT"
     rc, lines, _ = drive(out, "train", f"[os.kill(os.getpid(), {number}) for _ in (1, 2)]")
     assert rc == -signal.SIGINT and not lines
-    assert dppo.newest(out)[1]["step"] == 2
+    assert step_of(out) == 2
 
 
 def test_a_signal_while_starting(toy):
@@ -123,19 +127,38 @@ def test_a_signal_while_starting(toy):
             break
     child.send_signal(signal.SIGINT)
     last = child.communicate(timeout=300)[1].strip().splitlines()[-1]
-    assert (child.returncode, last) == (130, "dppo: stopped before the first step")
+    assert (child.returncode, last) == (130, "dppo: stopped while starting")
     nobody_left(child.pid)
 
 
 def test_an_answer_that_is_stuck_ends_with_a_trainer_that_was_killed():
     code = (
         "import os, dppo; g = dppo.Grader(); g.same('x', 'y'); "
-        "g.pool.apply_async(dppo.equivalent, ('9^{9^{9^{9}}}', 'x')); "
+        "g.pipe.send(('9^{9^{9^{9}}}', 'x')); "
         "import time; time.sleep(1); os.kill(os.getpid(), 9)"
     )
     child = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, process_group=0)
     assert child.wait(60) == -signal.SIGKILL
     nobody_left(child.pid)
+
+
+def test_a_worker_that_is_killed_is_replaced():
+    """By the kernel, for its memory, or by a signal to the whole group."""
+    grader = dppo.Grader()
+    assert grader.same("\\frac{1}{2}", "0.5") is True
+    grader.worker.kill()
+    grader.worker.join()
+    assert grader.same("\\frac{1}{2}", "0.5") is False  # this one is lost
+    assert grader.same("\\frac{1}{2}", "0.5") is True
+    grader.close()
+
+
+def test_a_signal_to_the_whole_group(toy):
+    """As a closed terminal, `timeout` or a cluster's scheduler send it."""
+    out = toy[0] / "group"
+    event = "(dppo.Grader().same('x', 'y'), os.killpg(0, signal.SIGTERM))"
+    rc, lines, _ = drive(out, "train", event)
+    assert rc == 143 and lines == [f"dppo: SIGTERM after step 3; --resume {out} goes on"]
 
 
 @pytest.mark.parametrize("stage, done", [("train", 2), ("save", 1)])
@@ -147,7 +170,7 @@ def test_a_full_disk(toy, straight, stage, done):
     assert rc == 1 and f"dppo: step {3 if stage == 'train' else 2}, save: " in line
     kept = out / f"step-00000{done}"
     assert f"{kept} is kept, --resume {out} goes on" in line
-    assert dppo.newest(out)[0] == kept
+    assert dppo.newest(out) == kept
     resume(out)
     assert timeless(rows_of(out)) == straight
 
@@ -175,6 +198,27 @@ def test_a_directory_that_takes_no_files(toy, capsys):
 # ------------------------------------------------- numbers and code that go wrong, in one process
 
 
+def test_an_error_outside_training_loses_no_step(toy, monkeypatch, capsys):
+    monkeypatch.setattr(dppo, "metrics", lambda *_: 1 / 0)
+    with pytest.raises(SystemExit):
+        dppo.main([*SMALL, "--save-every", "9", "--out", str(toy[0] / "late")])
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert line.startswith("dppo: step 1, record: ZeroDivisionError") and "step-000001" in line
+    assert step_of(toy[0] / "late") == 1
+
+
+def test_an_error_while_starting_is_one_line(toy, monkeypatch, capsys):
+    def out_of_memory(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(dppo, "load_model", out_of_memory)
+    with pytest.raises(SystemExit) as stop:
+        dppo.main([*FLAGS, "--out", str(toy[0] / "oom")])
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert stop.value.code == 1
+    assert line.startswith("dppo: while starting: OutOfMemoryError: CUDA out of memory")
+
+
 def broken(monkeypatch, capsys, out, owner, name, nth, event, *flags):
     """The n-th call of a stage meets an event -> the one line that the run ends with."""
     original, calls = getattr(owner, name), []
@@ -199,7 +243,7 @@ def broken(monkeypatch, capsys, out, owner, name, nth, event, *flags):
 
 def loaded(out):
     args = dppo.parse_args(["--resume", str(out)])
-    args.model = str(dppo.newest(out)[0])
+    args.model = str(dppo.newest(out))
     config, _, eos = dppo.load_tokenizer(args)
     return args, config, eos
 
@@ -211,7 +255,7 @@ def poison(model, *_):
 
 def test_a_weight_that_turns_nan_before_the_rollout(toy, monkeypatch, capsys):
     event = lambda engine, model: poison(model)
-    where = (dppo.HfEngine, "push", 5)
+    where = (dppo.HfEngine, "push", 6)
     line = broken(monkeypatch, capsys, toy[0] / "nan-push", *where, event)
     assert line.startswith("dppo: step 2, rollout: log mu is not finite")
 
@@ -229,7 +273,7 @@ def test_a_weight_that_turns_nan_before_a_checkpoint(toy, monkeypatch, capsys):
         dppo.main([*FLAGS, "--out", str(toy[0] / "nan-save")])
     line = capsys.readouterr().err.strip().splitlines()[-1]
     assert "dppo: step 1, save: model.embed_tokens.weight is not finite" in line
-    assert dppo.newest(toy[0] / "nan-save")[1]["step"] == 0
+    assert step_of(toy[0] / "nan-save") == 0
 
 
 def test_an_infinite_gradient(toy, monkeypatch, capsys):
@@ -243,7 +287,7 @@ def test_a_reward_that_raises(toy, monkeypatch, capsys):
         raise ValueError("no such\nanswer \x1b[31m")
 
     out = toy[0] / "raises"
-    line = broken(monkeypatch, capsys, out, dppo.Grader, "__call__", 5, event)
+    line = broken(monkeypatch, capsys, out, dppo.Grader, "__call__", 6, event)
     assert line.startswith("dppo: step 2, grade: ValueError: no such answer [31m (traceback.txt)")
     assert "in event" in (out / "traceback.txt").read_text()
     resume(out)
@@ -253,17 +297,17 @@ def test_a_reward_that_raises(toy, monkeypatch, capsys):
 @needs_vllm
 def test_an_engine_that_dies(toy, monkeypatch, capsys):
     event = lambda engine, *_: engine.llm.llm_engine.engine_core.shutdown()
-    where = (dppo.VllmEngine, "generate", 5)
+    where = (dppo.VllmEngine, "generate", 6)
     line = broken(monkeypatch, capsys, toy[0] / "dead", *where, event, "--engine", "vllm")
     assert line.startswith("dppo: step 2, rollout: ")
 
 
 @needs_vllm
 def test_a_signal_while_vllm_samples(toy):
-    STAGES["vllm"] = ("dppo.VllmEngine", "generate", 5)
+    STAGES["vllm"] = ("dppo.VllmEngine", "generate", 6)
     out, event = toy[0] / "vllm-int", "os.kill(os.getpid(), signal.SIGINT)"
     event = f"(signal.signal(signal.SIGALRM, lambda *_: {event}), signal.setitimer(0, 0.3))"
     rc, lines, _ = drive(out, "vllm", event, "--engine", "vllm", "--group-size", "256")
     del STAGES["vllm"]
     assert rc == 130 and lines == [f"dppo: SIGINT after step 2; --resume {out} goes on"]
-    assert dppo.newest(out)[1]["step"] == 2
+    assert step_of(out) == 2

@@ -51,7 +51,7 @@ def test_two_steps_and_two_more_are_four(toy, method):
     last = "step-000004"
     assert same(*(load_file(out / last / "model.safetensors") for out in (straight, halves)))
     states = [torch.load(out / last / "trainer.pt") for out in (straight, halves)]
-    assert states[0]["step"] == 4 and same(states[0]["optimizer"], states[1]["optimizer"])
+    assert states[0]["step"] == 4 and same(*(state["optimizer"]["state"] for state in states))
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +72,7 @@ def test_the_newest_checkpoints_stay(finished):
 def test_changed_flags_are_told_one_by_one_and_take_effect(copy, capsys):
     resume(copy, "--steps", "4", "--lr", "1e-9", "--delta", "0.2")
     said = capsys.readouterr().err.splitlines()
-    told = sorted(line for line in said if line.startswith("--resume: --"))
-    assert told == [
+    assert sorted(line for line in said if line.startswith("--resume: --")) == [
         "--resume: --delta was None, is now 0.2",
         "--resume: --lr was 0.0002, is now 1e-09",
         "--resume: --steps was 3, is now 4",
@@ -83,10 +82,43 @@ def test_changed_flags_are_told_one_by_one_and_take_effect(copy, capsys):
     assert json.loads((copy / "config.json").read_text())["lr"] == 1e-9  # for the next resume
 
 
-def test_the_problems_of_a_run_stay(copy, capsys, tmp_path):
+def test_the_problems_of_a_run_and_their_order_stay(copy, capsys, tmp_path):
     rows = str(tmp_path / "rows.jsonl")
     said = refused(capsys, "--resume", str(copy), "--dataset", rows)
     assert "--dataset cannot change from" in said and rows in said
+    said = refused(capsys, "--resume", str(copy), "--prompts-per-step", "8")
+    assert "--prompts-per-step cannot change from 16 to 8" in said
+
+
+def test_flags_of_a_resume_that_fails_do_not_stay(copy, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(dppo, "load_engine", lambda *_: dppo.die("no engine", 1))
+        resume(copy, "--lr", "0.1")
+    assert json.loads((copy / "config.json").read_text())["lr"] == 2e-4
+
+
+def test_trust_is_asked_for_anew(copy):
+    """A directory from somebody else must not switch it on."""
+    config = json.loads((copy / "config.json").read_text())
+    config |= dict(trust_remote_code=True, allow_pickle=True)
+    (copy / "config.json").write_text(json.dumps(config))
+    args = dppo.parse_args(["--resume", str(copy)])
+    assert not args.trust_remote_code and not args.allow_pickle
+
+
+def test_a_checkpoint_names_its_run(copy, capsys):
+    args = dppo.parse_args(["--resume", str(copy / "step-000002")])
+    assert (args.resume, args.out, args.steps) == (str(copy), str(copy), 3)
+    model = str(copy / "model")
+    shutil.copytree(copy / "step-000002", model)
+    assert "no run in" in refused(capsys, "--resume", model)  # its config.json is a model's
+
+
+def test_two_processes_do_not_write_into_one_run(copy, capsys):
+    held = dppo.lock(copy)
+    assert "another process runs in" in refused(capsys, "--resume", str(copy))
+    held.close()
+    resume(copy, "--steps", "3")
 
 
 @pytest.mark.parametrize("damage", ["truncated weights", "truncated state", "unfinished"])
@@ -99,10 +131,17 @@ def test_what_cannot_be_read_is_passed_over_and_said(copy, capsys, damage):
         file.write_bytes(file.read_bytes()[:-100])
     resume(copy, "--steps", "3")
     said = capsys.readouterr().err
-    assert "step-000003" in said and "passed over" in said
+    assert "step-000003" in said and ("put aside" in said or "removed" in said)
     assert f"from {copy / 'step-000002'}" in said
     assert [row["step"] for row in rows_of(copy)] == [0, 1, 2, 3]
-    dppo.newest(copy)[0].samefile(last)
+    assert dppo.newest(copy).samefile(last)
+
+
+def test_a_broken_checkpoint_does_not_push_out_good_ones(copy):
+    (copy / "step-000003" / "trainer.pt").write_bytes(b"")
+    resume(copy, "--steps", "4", "--keep", "1")
+    assert [path.name for path in dppo.checkpoints(copy)] == ["step-000004"]
+    assert (copy / "step-000003.unreadable").exists()
 
 
 def test_nothing_to_resume_is_one_line(capsys, tmp_path, monkeypatch, copy):
@@ -118,7 +157,8 @@ def test_nothing_to_resume_is_one_line(capsys, tmp_path, monkeypatch, copy):
 
 def test_alone_it_takes_the_newest_run(copy, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "failed").mkdir(parents=True)
+    (tmp_path / "runs" / "failed" / "config.json").write_text("{}")
     shutil.move(copy, tmp_path / "runs" / "mine")
     dppo.main(["--resume", "--steps", "3"])
     assert "from runs/mine/step-000003" in capsys.readouterr().err
