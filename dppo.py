@@ -1039,16 +1039,17 @@ class Signals:
 
     def __init__(self):
         self.got, self.held = 0, WORLD > 1  # ranks must stop at the same place
-        self.set(self.handle)
+        numbers = [n for n in signal.Signals if n.name in ("SIGINT", "SIGTERM", "SIGHUP")]
+        before = {n: signal.getsignal(n) for n in numbers}
+        self.before = {n: h for n, h in before.items() if h is not signal.SIG_IGN}  # nohup
+        self.set(dict.fromkeys(self.before, self.handle))
 
-    def set(self, handler):
-        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-            number = getattr(signal, name, None)
-            if number and signal.getsignal(number) is not signal.SIG_IGN:  # nohup
-                signal.signal(number, handler)
+    def set(self, handlers):
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
     def handle(self, number, frame):
-        self.set(signal.SIG_DFL)
+        self.set(dict.fromkeys(self.before, signal.SIG_DFL))
         self.got = number
         if not self.held:
             raise KeyboardInterrupt
@@ -1461,6 +1462,8 @@ def main(argv=None):
                     save(run)
             kept = f"{checkpoints(run.out)[0]} is kept, --resume {run.out} goes on"
         die(f"{where}: {error}; {kept}", 1)
+    finally:
+        signals.set(signals.before)
     if signals.got:
         name = signal.Signals(signals.got).name
         die(f"{name} after step {run.step}; --resume {run.out} goes on", 128 + signals.got)

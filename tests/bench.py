@@ -252,8 +252,70 @@ def soak(flags):
     return child.returncode or abs(grown) > 0.05 or mean(late, 2) > mean(early, 2)
 
 
+# ---------------------------------------------------------------------------------------- memory
+
+
+def memory(argv):
+    """Where the bytes of one GPU go, from the model's config alone. Nothing is loaded."""
+    parser = argparse.ArgumentParser("bench.py memory")
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--prompt", type=int, default=dppo.Args.max_prompt)
+    parser.add_argument("--response", type=int, default=dppo.Args.max_response)
+    parser.add_argument("--gpu-memory", type=float, default=80, help="GB of the card")
+    parser.add_argument("--share", type=float, default=dppo.Args.gpu_memory, help="vLLM's")
+    parser.add_argument("--head-chunk", type=int, default=1024)
+    args = parser.parse_args(argv)
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(args.model)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    c = config.get_text_config()
+    N, V, H = sum(p.numel() for p in model.parameters()), c.vocab_size, c.hidden_size
+    heads = (c.num_attention_heads + 2 * c.num_key_value_heads) * (
+        getattr(c, "head_dim", None) or H // c.num_attention_heads
+    )
+    T = args.prompt + args.response  # one sequence, the least that a forward takes
+    tokens = max(T, dppo.Args.micro_batch_tokens // T * T)
+    rows = min(args.head_chunk, args.response)
+    resident = {"master weights, float32": 4 * N, "Adam, 2 x float32": 8 * N}
+    sampling = resident | {
+        f"vLLM, {args.share:.0%} of the card": args.share * args.gpu_memory * 1e9
+    }
+    training = resident | {
+        "gradients, float32": 4 * N,
+        "weights as bfloat16 (autocast's copies)": 2 * N,
+        "layers' inputs, float32, for checkpointing": 4 * tokens * H * c.num_hidden_layers,
+        # forward and backward of one layer: 2 x (q k v and rotated, MLP's three, norms in float32)
+        "one layer's activations": 2 * tokens * (4 * heads + 6 * c.intermediate_size + 16 * H),
+        "last hidden states and their gradient": 2 * 4 * tokens * H,
+        "head's gradient, float32 and bfloat16": 6 * V * H,
+        "head's chunk: logits, softmax, gradient": (2 + 4 + 4 + 2) * rows * V,
+        "CUDA, kernels, vLLM asleep (a guess)": 2e9,
+    }
+    print(f"{args.model}: {N / 1e9:.2f} B parameters, {tokens:,} tokens a forward, sizes in GB")
+    print("a plan by arithmetic, not compared with a GPU")
+    fits = True
+    for stage, parts in (("while vLLM samples", sampling), ("while the trainer works", training)):
+        total = sum(parts.values()) / 1e9
+        fits &= total <= args.gpu_memory
+        print(f"\n{stage}")
+        for name, size in parts.items():
+            print(f"  {name:<44}{size / 1e9:>8.2f}")
+        print(f"  {'total':<44}{total:>8.2f}   of {args.gpu_memory:g}")
+    weights, cache = 2 * N / 1e9, args.share * args.gpu_memory
+    print(
+        f"\nvLLM's share: {weights:.1f} GB of bfloat16 weights, {cache - weights:.1f} GB of cache"
+    )
+    fits &= cache > 1.2 * weights
+    print(
+        "fits" if fits else "DOES NOT FIT: fewer tokens, another --share, or more GPUs (torchrun)"
+    )
+    return not fits
+
+
 if __name__ == "__main__":
-    tasks = dict(step=step, scaling=scaling, rollout=rollout, soak=soak)
+    tasks = dict(step=step, scaling=scaling, rollout=rollout, soak=soak, memory=memory)
     if len(sys.argv) < 2 or sys.argv[1] not in tasks:
         sys.exit(__doc__)
     sys.exit(tasks[sys.argv[1]](sys.argv[2:]))

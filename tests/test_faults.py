@@ -17,31 +17,42 @@ from conftest import ROOT
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals and limits of POSIX")
 
-# A run as a user starts it, in which the n-th call of a stage meets `event`. What the event does is
-# real: a signal from the kernel, a limit, a number in a weight.
+# A run as a user starts it, in which the first call of a stage in some step meets `event`. What the
+# event does is real: a signal from the kernel, a limit, a number in a weight.
 DRIVER = """
 import os, resource, signal, sys
-sys.path.insert(0, {root!r})
+sys.path[:0] = [{root!r}, {root!r} + "/tests"]
 import dppo
-owner, name, count, event = {stage}, {name!r}, {nth}, lambda: {event}
-original, calls = getattr(owner, name), []
-def meets(*args, **kwargs):
-    calls.append(name)
-    if len(calls) == count:
-        event()
-    return original(*args, **kwargs)
-setattr(owner, name, meets)
+from test_faults import meet
+meet(setattr, {owner}, {name!r}, {step}, lambda *_: {event})
 dppo.main(sys.argv[1:])
 """
-STAGES = {  # the n-th call that is in step 2, after two whole steps
-    "rollout": (
-        "dppo.HfEngine",
-        "generate",
-        5,
-    ),  # after the solve rates, an evaluation and two steps
-    "train": ("dppo", "update", 9),  # the first of four minibatches
-    "save": ("dppo.torch", "save", 3),  # of step 2, after those of steps 0 and 1
+STAGES = {  # the step in which they are met, after two whole ones: step 1 ends with the save of 2
+    "rollout": ("dppo.HfEngine", "generate", 2),
+    "train": ("dppo", "update", 2),
+    "save": ("dppo.torch", "save", 1),
 }
+
+
+def meet(patch, owner, name, step, event, call=1):
+    """Let the call-th call of owner.name in `step` (None: before any) meet an event first."""
+    now, calls, original, asked = [None], [], getattr(owner, name), dppo.problems_of
+
+    def problems_of(problems, step, args):
+        now.append(step)
+        return asked(problems, step, args)
+
+    def meets(*args, **kwargs):
+        calls.extend([1] * (now[-1] == step))
+        if len(calls) == call:
+            calls.append(1)
+            event(*args)
+        return original(*args, **kwargs)
+
+    patch(dppo, "problems_of", problems_of)
+    patch(owner, name, meets)
+
+
 FLAGS = [*SMALL, "--steps", "4", "--save-every", "1"]
 
 
@@ -50,8 +61,8 @@ def step_of(out):
 
 
 def drive(out, stage, event, *flags, check=True):
-    owner, name, nth = STAGES[stage]
-    code = DRIVER.format(root=str(ROOT), stage=owner, name=name, nth=nth, event=event)
+    owner, name, step = STAGES[stage]
+    code = DRIVER.format(root=str(ROOT), owner=owner, name=name, step=step, event=event)
     env = os.environ | dict(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
     argv = [sys.executable, "-c", code, *FLAGS, "--out", str(out), *flags]
     child = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True, env=env, process_group=0)
@@ -78,8 +89,9 @@ def straight(toy):
     return timeless(rows_of(toy[0] / "whole"))
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize(
+    "stage, name", [*((stage, "SIGINT") for stage in STAGES), ("train", "SIGTERM")]
+)
 def test_a_signal_ends_the_run_and_loses_nothing(toy, straight, stage, name):
     out, number = toy[0] / f"{name}-{stage}", getattr(signal, name)
     rc, lines, _ = drive(out, stage, f"os.kill(os.getpid(), signal.{name})")
@@ -177,7 +189,8 @@ def test_a_full_disk(toy, straight, stage, done):
 
 def test_a_disk_that_is_full_from_the_start(toy):
     limit = "resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, 2**16))"
-    code = DRIVER.format(root=str(ROOT), stage="dppo", name="load_model", nth=1, event=limit)
+    where = dict(owner="dppo", name="load_model", step=None)
+    code = DRIVER.format(root=str(ROOT), event=limit, **where)
     argv = [sys.executable, "-c", code, *FLAGS, "--out", str(toy[0] / "small")]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1
@@ -219,17 +232,9 @@ def test_an_error_while_starting_is_one_line(toy, monkeypatch, capsys):
     assert line.startswith("dppo: while starting: OutOfMemoryError: CUDA out of memory")
 
 
-def broken(monkeypatch, capsys, out, owner, name, nth, event, *flags):
-    """The n-th call of a stage meets an event -> the one line that the run ends with."""
-    original, calls = getattr(owner, name), []
-
-    def meets(*args, **kwargs):
-        calls.append(name)
-        if len(calls) == nth:
-            event(*args)
-        return original(*args, **kwargs)
-
-    monkeypatch.setattr(owner, name, meets)
+def broken(monkeypatch, capsys, out, owner, name, event, *flags, call=1):
+    """A stage of step 2 meets an event -> the one line that the run ends with."""
+    meet(monkeypatch.setattr, owner, name, 2, event, call)
     with pytest.raises(SystemExit) as stop:
         dppo.main([*FLAGS, "--out", str(out), *flags])
     assert stop.value.code == 1
@@ -254,14 +259,14 @@ def poison(model, *_):
 
 
 def test_a_weight_that_turns_nan_before_the_rollout(toy, monkeypatch, capsys):
-    event = lambda engine, model: poison(model)
-    where = (dppo.HfEngine, "push", 6)
+    event = lambda engine, *_: poison(engine.model)
+    where = (dppo.HfEngine, "generate")
     line = broken(monkeypatch, capsys, toy[0] / "nan-push", *where, event)
     assert line.startswith("dppo: step 2, rollout: log mu is not finite")
 
 
 def test_a_weight_that_turns_nan_in_training(toy, monkeypatch, capsys):
-    line = broken(monkeypatch, capsys, toy[0] / "nan-train", dppo, "update", 10, poison)
+    line = broken(monkeypatch, capsys, toy[0] / "nan-train", dppo, "update", poison, call=2)
     assert line.startswith("dppo: step 2, train: log pi is not finite")
 
 
@@ -278,7 +283,7 @@ def test_a_weight_that_turns_nan_before_a_checkpoint(toy, monkeypatch, capsys):
 
 def test_an_infinite_gradient(toy, monkeypatch, capsys):
     event = lambda model, *_: model.get_output_embeddings().weight.register_hook(lambda g: g / 0)
-    line = broken(monkeypatch, capsys, toy[0] / "inf", dppo, "update", 9, event)
+    line = broken(monkeypatch, capsys, toy[0] / "inf", dppo, "update", event)
     assert line.startswith("dppo: step 2, train: the norm of the gradient is not finite")
 
 
@@ -287,8 +292,8 @@ def test_a_reward_that_raises(toy, monkeypatch, capsys):
         raise ValueError("no such\nanswer \x1b[31m")
 
     out = toy[0] / "raises"
-    line = broken(monkeypatch, capsys, out, dppo.Grader, "__call__", 6, event)
-    assert line.startswith("dppo: step 2, grade: ValueError: no such answer [31m (traceback.txt)")
+    line = broken(monkeypatch, capsys, out, dppo.Grader, "__call__", event)
+    assert line.startswith("dppo: step 2, grade: ValueError: no such answer [31m (")
     assert "in event" in (out / "traceback.txt").read_text()
     resume(out)
     assert [row["step"] for row in rows_of(out)] == [0, 1, 2, 3, 4]
@@ -297,14 +302,14 @@ def test_a_reward_that_raises(toy, monkeypatch, capsys):
 @needs_vllm
 def test_an_engine_that_dies(toy, monkeypatch, capsys):
     event = lambda engine, *_: engine.llm.llm_engine.engine_core.shutdown()
-    where = (dppo.VllmEngine, "generate", 6)
+    where = (dppo.VllmEngine, "generate")
     line = broken(monkeypatch, capsys, toy[0] / "dead", *where, event, "--engine", "vllm")
     assert line.startswith("dppo: step 2, rollout: ")
 
 
 @needs_vllm
 def test_a_signal_while_vllm_samples(toy):
-    STAGES["vllm"] = ("dppo.VllmEngine", "generate", 6)
+    STAGES["vllm"] = ("dppo.VllmEngine", "generate", 2)
     out, event = toy[0] / "vllm-int", "os.kill(os.getpid(), signal.SIGINT)"
     event = f"(signal.signal(signal.SIGALRM, lambda *_: {event}), signal.setitimer(0, 0.3))"
     rc, lines, _ = drive(out, "vllm", event, "--engine", "vllm", "--group-size", "256")
