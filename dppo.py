@@ -364,15 +364,9 @@ class Grader:
         if time.monotonic() > self.deadline:
             self.timeouts += 1
             return False
+        if self.worker is None:
+            self.start()
         try:
-            if self.worker is None:  # spawn: forking a process full of threads may hang
-                context = multiprocessing.get_context("spawn")
-                self.pipe, theirs = context.Pipe()
-                self.worker = context.Process(target=judge, args=(theirs,), daemon=True)
-                self.worker.start()
-                theirs.close()
-                self.pipe.send(("x", "x"))
-                self.pipe.recv()  # the slow import is not the answer's fault
             self.pipe.send((answer, gold))
             if self.pipe.poll(self.SECONDS):
                 return self.pipe.recv()
@@ -381,6 +375,20 @@ class Grader:
             pass
         self.close()
         return False
+
+    def start(self):
+        context = multiprocessing.get_context("spawn")  # forking a process full of threads may hang
+        self.pipe, theirs = context.Pipe()
+        self.worker = context.Process(target=judge, args=(theirs,), daemon=True)
+        self.worker.start()
+        theirs.close()
+        try:
+            self.pipe.send(("x", "x"))
+            self.pipe.recv()  # the slow import is not the answer's fault
+        except (OSError, EOFError):
+            raise Stop(
+                "the grader's process does not start (main() needs a __main__ guard)"
+            ) from None
 
     def close(self):
         if self.worker is not None:

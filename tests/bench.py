@@ -95,7 +95,8 @@ class Step:
         self.optimizer.zero_grad(set_to_none=True)
 
 
-METHODS = {0: dppo.METHODS["dppo-binary-tv"], 20: dppo.METHODS["dppo-topk-tv"]}
+def method(K):
+    return replace(dppo.METHODS["dppo-topk-tv"], top_k=K)
 
 
 def seconds(f, *args):
@@ -108,7 +109,7 @@ def seconds(f, *args):
 def peak(way, T, K, n=B):
     """Peak memory in GB of a process of its own that makes one step; "none": that makes no step."""
     code = f"import bench; s = bench.Step({T}, {K}, {n}); "
-    code += "" if way == "none" else f"s.{way}(bench.METHODS[{K}]); "
+    code += "" if way == "none" else f"s.{way}(bench.method({K})); "
     # not getrusage: its maximum includes what this process held when it started the other
     code += "print(next(x for x in open('/proc/self/status') if 'VmHWM' in x).split()[1])"
     run = [sys.executable, "-c", code]
@@ -122,20 +123,20 @@ def step(argv):
     parser.add_argument("--tokens", type=int, nargs="+", default=[224, 480])
     args, missed = parser.parse_args(argv), []
     for T in args.tokens:
-        steps = {K: Step(T, K) for K in METHODS}
+        steps = {K: Step(T, K) for K in (0, 20)}
         ways = {
-            "the matrix products alone": (steps[0].floor, METHODS[0], 0),
-            "this script, binary": (steps[0].ours, METHODS[0], 0),
-            "this script, top-20": (steps[20].ours, METHODS[20], 20),
-            "autograd on full logits": (steps[0].autograd, METHODS[0], 0),
+            "the matrix products alone": (steps[0].floor, 0),
+            "this script, binary": (steps[0].ours, 0),
+            "this script, top-20": (steps[20].ours, 20),
+            "autograd on full logits": (steps[0].autograd, 0),
         }
         times = {name: [] for name in ways}
         for turn in range(args.rounds + 1):  # interleaved; the first round warms up
-            for name, (way, method, _) in ways.items():
-                cpu = seconds(way, method)[0]
+            for name, (way, K) in ways.items():
+                cpu = seconds(way, method(K))[0]
                 times[name] += [cpu] * (turn > 0)
         cpu = {name: median(values) for name, values in times.items()}
-        memory = {name: peak(way.__name__, T, K) for name, (way, _, K) in ways.items()}
+        memory = {name: peak(way.__name__, T, K) for name, (way, K) in ways.items()}
         first, binary, top, plain = ways
         print(
             f"\n{B} sequences of {PROMPT} + {T} tokens{'CPU s':>16}{'/ products':>12}{'peak GB':>9}"
@@ -164,10 +165,9 @@ def slowest_mask(step):
     anchor, pi = logmu.exp(), (logmu + 0.1).exp()
     A = torch.ones(len(logmu))
     costs = []
-    for method in dppo.METHODS.values():
-        width = 1 + min(method.top_k, logmu.shape[1] - 1)
-        a, b = anchor[:, :width], pi[:, :width]
-        costs.append(median(seconds(dppo.keep_mask, A, a, b, method)[0] for _ in range(5)))
+    for row in dppo.METHODS.values():
+        a, b = anchor[:, : 1 + row.top_k], pi[:, : 1 + row.top_k]
+        costs.append(median(seconds(dppo.keep_mask, A, a, b, row)[0] for _ in range(5)))
     return max(costs)
 
 
@@ -175,10 +175,9 @@ def scaling(argv):
     """Wall seconds and memory of one sequence's step."""
     print(f"{'T':>6}{'K':>5}{'s a step':>10}{'peak GB':>9}{'of which the step':>19}")
     for T, K in [(512, 0), (1024, 0), (2048, 0), (4096, 0), (8192, 0), (2048, 20), (2048, 200)]:
-        METHODS[K] = replace(METHODS[20], top_k=K)
         s = Step(T, K, 1)
-        s.ours(METHODS[K])
-        wall = min(seconds(s.ours, METHODS[K])[1] for _ in range(2))
+        s.ours(method(K))
+        wall = min(seconds(s.ours, method(K))[1] for _ in range(2))
         base, top = (peak(way, T, K, 1) for way in ("none", "ours"))
         print(f"{T:>6}{K:>5}{wall:>10.2f}{top:>9.2f}{top - base:>19.2f}")
 
