@@ -30,7 +30,7 @@ Absent on purpose: reference model, critic, entropy bonus, LoRA, multi-turn and 
 """
 
 import argparse
-import importlib
+import importlib.util
 import json
 import logging
 import math
@@ -915,7 +915,7 @@ class Run:
     model: object
     optimizer: object
     tracker: object  # or None
-    lock: object  # an open file
+    claimed: object  # an open file
     step: int  # rollouts done
     saved: int  # what the newest checkpoint holds
     stages: Stages = field(default_factory=Stages)
@@ -1049,7 +1049,9 @@ class Signals:
         self.got, self.held = 0, WORLD > 1  # ranks must stop at the same place
         numbers = [n for n in signal.Signals if n.name in ("SIGINT", "SIGTERM", "SIGHUP")]
         before = {n: signal.getsignal(n) for n in numbers}
-        self.before = {n: h for n, h in before.items() if h is not signal.SIG_IGN}  # nohup
+        if before.get(getattr(signal, "SIGHUP", None)) is signal.SIG_IGN:  # nohup
+            del before[signal.SIGHUP]
+        self.before = before
         self.set(dict.fromkeys(self.before, self.handle))
 
     def set(self, handlers):
@@ -1147,10 +1149,14 @@ def newest(out):
     die(f"--resume: no checkpoint in {out}: the run ended before its first; start it again")
 
 
-def lock(out):
-    """One process writes into a directory. The kernel forgets the lock when the process ends."""
-    file = open(out / "lock", "w")
-    with suppress(ImportError):  # Windows
+def claim(out):
+    """Make the directory, for this process alone. The kernel forgets the lock when it ends."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        file = open(out / "lock", "w") if RANK == 0 else None
+    except OSError as error:
+        die(f"--out {out}: {error}")
+    if file and importlib.util.find_spec("fcntl"):  # not on Windows
         import fcntl
 
         try:
@@ -1315,15 +1321,12 @@ def start(args, signals):
         args.model, args.dataset = map(str, lm.make(out.parent / "toy-base"))
     flags = asdict(args)  # before a checkpoint takes the model's place
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        locked = lock(out) if RANK == 0 else None
         if args.tracker != "none" and RANK == 0:
             tracker = importlib.import_module(args.tracker)
     except ImportError:
         die(f"--tracker {args.tracker} is not installed: pip install {args.tracker}")
-    except OSError as error:
-        die(f"--out {out}: {error}")
     if args.resume:
+        claimed = claim(out)
         args.model = str(gather([newest(out)] if RANK == 0 else [])[0])
         state = torch.load(Path(args.model, "trainer.pt"), "cpu", weights_only=True)
         say(f"--resume: from {args.model}")
@@ -1332,6 +1335,7 @@ def start(args, signals):
     load = lambda name: gather(load_problems(name, args, tokenizer, grader) if RANK == 0 else [])
     problems = [Problem(**p) for p in state.get("problems", ())] or load(args.dataset)
     held_out = load(args.eval_dataset) if args.eval_dataset not in ("", "train") else None
+    claimed = claimed if args.resume else claim(out)
     report(args, method, config, tokenizer, eos, problems, out)
 
     engine = load_engine(args, eos, method.top_k)  # first: it measures the free memory
@@ -1349,7 +1353,7 @@ def start(args, signals):
             new.write_text(json.dumps(flags, indent=1))
     return Run(
         args, out, signals, tokenizer, grader, method, problems, held_out, engine, model, optimizer,
-        tracker, locked, step=state.get("step", 0), saved=state.get("step", -1),
+        tracker, claimed, step=state.get("step", 0), saved=state.get("step", -1),
     )  # fmt: skip
 
 
@@ -1472,6 +1476,8 @@ def main(argv=None):
         die(f"{where}: {error}; {kept}", 1)
     finally:
         signals.set(signals.before)
+        if run and run.claimed:
+            run.claimed.close()
     if signals.got:
         name = signal.Signals(signals.got).name
         die(f"{name} after step {run.step}; --resume {run.out} goes on", 128 + signals.got)

@@ -115,7 +115,7 @@ def test_a_checkpoint_names_its_run(copy, capsys):
 
 
 def test_two_processes_do_not_write_into_one_run(copy, capsys):
-    held = dppo.lock(copy)
+    held = dppo.claim(copy)
     assert "another process runs in" in refused(capsys, "--resume", str(copy))
     held.close()
     resume(copy, "--steps", "3")
