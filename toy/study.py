@@ -4,9 +4,9 @@
     python -m toy.study                                                          all of it: hours
 
 Each run is dppo.main(), with one thing changed: the engine samples from weights that differ from
-the trainer's, by what --engine says. A run that is in --out already is not repeated, so the study
-can be stopped at any time. A run is one line of JSON: its settings, and a list over the steps for
-each of SERIES. What dppo.py itself stops (a NaN, an engine too far off) ends its lists there.
+the trainer's, as --engine says. A run that is in --out already is not repeated, so the study can be
+stopped at any time. A run is one line of JSON: its settings, and a list over the steps for each of
+SERIES. What dppo.py itself stops (a NaN, an engine too far off) ends its lists there.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import shutil
 import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -26,26 +27,26 @@ import torch
 import dppo
 from toy import lm
 
-STABILITY = (
-    "pg-is cispo minirl minirl-tis grpo dppo-binary-kl dppo-binary-tv "
-    "dppo-binary-kl-recompute dppo-binary-tv-recompute"
-).split()
+DPPO = "dppo-binary-tv dppo-binary-kl".split()
+STABILITY = [
+    *DPPO,
+    *"grpo cispo pg-is minirl minirl-tis".split(),
+    *(m + "-recompute" for m in DPPO),
+]
+BAD = "mask-0.5 mask-0.8 mask-0.5-recompute".split()
+RELAXED = "grpo-relax-low grpo-relax-high grpo-relax-both".split()
+TOP_K = [f"dppo-binary-tv --top-k {K}" for K in (1, 5, 14)]  # 14: the whole vocabulary
 SERIES = "reward gap_mean gap_last_mean blocked bad_updates entropy ratio_max grad_norm".split()
-FLAGS = "--prompts-per-step 64 --solve-rate-samples 8 --save-every 100000 --keep 1".split()
 OUT = Path(__file__).parent / "figures" / "study.jsonl"
 
 
-class EightBits(dppo.HfEngine):
-    """Samples from the trainer's weights rounded to 8 bits, row by row, as quantised engines do.
+class Quantised(dppo.HfEngine):
+    """Samples from the trainer's weights rounded to a few bits, row by row, as quantised engines
+    do. The embedding, which is the head as well, and the norms stay as they are."""
 
-    The embedding, which is the head as well, and the norms stay as they are.
-    """
-
-    exact = False
-
-    def __init__(self, args, eos, K):
+    def __init__(self, args, eos, K, bits):
         super().__init__(args, eos, K)
-        self.exact = False
+        self.exact, self.largest = False, 2 ** (bits - 1) - 1
 
     def push(self, model):
         from transformers import AutoModelForCausalLM
@@ -56,86 +57,106 @@ class EightBits(dppo.HfEngine):
         with torch.no_grad():
             for name, w in self.model.named_parameters():
                 if w.ndim == 2 and "embed" not in name:
-                    scale = w.abs().amax(1, keepdim=True) / 127
+                    scale = w.abs().amax(1, keepdim=True) / self.largest
                     w.copy_((w / scale).round() * scale)
 
 
-ENGINES = {  # how the engine differs from the float32 trainer
-    "same": lambda args, eos, K: dppo.HfEngine(args, eos, K),
-    "8-bit": EightBits,
-    "vllm-bf16": lambda args, eos, K: dppo.VllmEngine(
-        dppo.replace(args, engine_dtype="bfloat16"), eos, K
-    ),
-}
+def bfloat16(args, eos, K):
+    return dppo.VllmEngine(dppo.replace(args, engine_dtype="bfloat16"), eos, K)
+
+
+ENGINES = {"same": dppo.HfEngine, "vllm-bf16": bfloat16}  # how it differs from the float32 trainer
+for bits in (8, 6, 5, 4):
+    ENGINES[f"{bits}-bit"] = lambda *args, bits=bits: Quantised(*args, bits)
+
+
+def call(*flags):
+    """dppo.main() without its reports -> "" or how it ended early."""
+    with open(os.devnull, "w") as null, contextlib.redirect_stdout(null):
+        with contextlib.redirect_stderr(null):
+            try:
+                dppo.main([*map(str, flags)])
+            except SystemExit as stop:
+                return f"stopped by dppo.py, code {stop.code}"
+    return ""
+
+
+def solvable(directory):
+    """The toy model with those problems that it solves 20 % to 80 % of the time, by dppo.py's own
+    sanity test: once, for all runs."""
+    base, run = directory / "toy-base", directory / "first"
+    lm.make(base)
+    call("--out", run, "--steps", "1", "--engine", "hf", "--eval-samples", "1")
+    chosen = torch.load(run / "step-000001" / "trainer.pt", weights_only=True)["problems"]
+    rows = [json.dumps(dict(prompt=p["text"], answer=p["gold"])) + "\n" for p in chosen]
+    (base / "problems.jsonl").write_text("".join(rows))
+    shutil.rmtree(run)
 
 
 def run(job):
     """One run -> its row. A function of the process pool."""
-    method, lr, engine, seed, steps, base = job
+    (method, lr, engine, seed, steps), base = job
     dppo.load_engine = ENGINES[engine]
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory) / "run"
-        (Path(directory) / "toy-base").symlink_to(base)
-        flags = [*FLAGS, "--method", method, "--lr", str(lr), "--seed", str(seed)]
-        flags += ["--steps", str(steps), "--eval-every", "100000", "--out", str(out)]
-        ended = ""
-        with open(os.devnull, "w") as null, contextlib.redirect_stdout(null):
-            with contextlib.redirect_stderr(null):
-                try:
-                    dppo.main(flags)
-                except SystemExit as stop:
-                    ended = f"stopped by dppo.py, code {stop.code}"
+        (out.parent / "toy-base").symlink_to(base)  # where dppo.py looks for its toy model
+        flags = ["--method", *method.split(), "--lr", lr, "--seed", seed, "--steps", steps]
+        flags += "--prompts-per-step 64 --solve-rate 0 1 --stop-at 2".split()
+        flags += "--eval-every 100000 --eval-samples 2 --save-every 100000 --keep 1".split()
+        ended = call(*flags, "--out", out)
         rows = [json.loads(line) for line in open(out / "metrics.jsonl")]
+    accuracy = [row["accuracy"] for row in rows if "accuracy" in row]  # before and after
     rows = [row for row in rows if "reward" in row]
-    series = {name: [round(row.get(name, 0.0), 5) for row in rows] for name in SERIES}
-    settings = dict(method=method, lr=lr, engine=engine, seed=seed, steps=steps)
-    return settings | dict(ended=ended) | series
-
-
-def key(row):
-    return tuple(row[name] for name in ("method", "lr", "engine", "seed", "steps"))
+    settings = dict(method=method, lr=lr, engine=engine, seed=seed, steps=steps, ended=ended)
+    return (
+        settings
+        | dict(accuracy=accuracy)
+        | {name: [round(row.get(name, 0.0), 5) for row in rows] for name in SERIES}
+    )
 
 
 def main():
     parser = argparse.ArgumentParser("python -m toy.study")
-    parser.add_argument("--methods", default=",".join(STABILITY), help="rows of METHODS")
-    parser.add_argument("--lrs", default="3e-4,6e-4,1.2e-3,2.4e-3", help="learning rates")
+    everything = ",".join([*STABILITY, *BAD, *RELAXED, *TOP_K])
+    parser.add_argument("--methods", default=everything, help='NAME or "NAME --flag value"')
+    parser.add_argument("--lrs", default="3e-4,6e-4,1.2e-3", help="learning rates")
     parser.add_argument("--engine", default="8-bit", choices=ENGINES)
-    parser.add_argument("--seeds", type=int, default=5, help="seeds 0 to this")
+    parser.add_argument("--seeds", type=int, default=5, help="how many")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
-    methods = args.methods.split(",")
-    if unknown := {*methods} - {*dppo.METHODS}:
+    methods, lrs = args.methods.split(","), [*map(float, args.lrs.split(","))]
+    if unknown := {method.split()[0] for method in methods} - {*dppo.METHODS}:
         dppo.die(f"--methods {', '.join(unknown)}: choose from {', '.join(dppo.METHODS)}")
-    base, _ = lm.make(Path("runs") / "toy-base")
-    done = [json.loads(line) for line in open(args.out)] if args.out.exists() else []
-    known = {key(row) for row in done}
-    jobs = [
-        (method, float(lr), args.engine, seed, args.steps, str(base.resolve()))
-        for seed in range(args.seeds)
-        for lr in args.lrs.split(",")
-        for method in methods
-    ]
-    jobs = [job for job in jobs if job[:5] not in known]
-    print(f"{len(jobs)} runs to do, {len(known)} in {args.out}", file=sys.stderr)
+    name = ("method", "lr", "engine", "seed", "steps")
+    rows = [json.loads(line) for line in open(args.out)] if args.out.exists() else []
+    known = {tuple(row[key] for key in name) for row in rows}
+    order = [(m, lr, seed) for seed in range(args.seeds) for lr in lrs for m in methods]
+    wanted = [(m, lr, args.engine, seed, args.steps) for m, lr, seed in order]
+    jobs = [job for job in wanted if job not in known]
+    print(f"{len(jobs)} runs to do, {len(wanted) - len(jobs)} in {args.out}", file=sys.stderr)
     print(
-        f"{'method':<26}{'lr':>9}{'seed':>5}{'first 5':>9}{'best 5':>8}{'last 5':>8}{'|pi-mu|':>9}"
+        f"{'method':<28}{'lr':>8}{'seed':>5}{'first 5':>9}{'best 5':>8}{'last 5':>8}{'|pi-mu|':>9}"
     )
+    mean = lambda part: sum(part) / max(1, len(part))
     spawn = dict(mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=8)
-    with ProcessPoolExecutor(args.processes, **spawn) as pool:
-        for row in map(lambda done: done.result(), as_completed(pool.submit(run, j) for j in jobs)):
-            with open(args.out, "a") as file:
-                file.write(json.dumps(row) + "\n")
-            R, gap = row["reward"], row["gap_mean"][-5:]
-            mean = lambda part: sum(part) / max(1, len(part))
-            best = max((mean(R[i : i + 5]) for i in range(max(1, len(R) - 4))), default=0.0)
-            print(
-                f"{row['method']:<26}{row['lr']:>9.1e}{row['seed']:>5}{mean(R[:5]):>9.3f}"
-                f"{best:>8.3f}{mean(R[-5:]):>8.3f}{mean(gap):>9.4f} {row['ended']}",
-                flush=True,
-            )
+    with tempfile.TemporaryDirectory() as base:
+        if jobs:
+            solvable(Path(base))
+        with ProcessPoolExecutor(args.processes, **spawn) as pool:
+            started = [pool.submit(run, (job, f"{base}/toy-base")) for job in jobs]
+            for row in (job.result() for job in as_completed(started)):
+                with open(args.out, "a") as file:
+                    file.write(json.dumps(row) + "\n")
+                R = row["reward"]
+                best = max([mean(R[i : i + 5]) for i in range(len(R) - 4)] or R or [0.0])
+                print(
+                    f"{row['method']:<28}{row['lr']:>8.1e}{row['seed']:>5}{mean(R[:5]):>9.3f}"
+                    f"{best:>8.3f}{mean(R[-5:]):>8.3f}{mean(row['gap_mean'][-5:]):>9.4f} "
+                    f"{row['ended']}",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":
