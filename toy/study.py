@@ -28,15 +28,12 @@ import dppo
 from toy import lm
 
 DPPO = "dppo-binary-tv dppo-binary-kl".split()
-STABILITY = [
-    *DPPO,
-    *"grpo cispo pg-is minirl minirl-tis".split(),
-    *(m + "-recompute" for m in DPPO),
-]
+STABILITY = DPPO + "grpo cispo pg-is minirl minirl-tis".split() + [m + "-recompute" for m in DPPO]
 BAD = "mask-0.5 mask-0.8 mask-0.5-recompute".split()
 RELAXED = "grpo-relax-low grpo-relax-high grpo-relax-both".split()
 TOP_K = [f"dppo-binary-tv --top-k {K}" for K in (1, 5, 14)]  # 14: the whole vocabulary
-SERIES = "reward gap_mean gap_last_mean blocked bad_updates entropy ratio_max grad_norm".split()
+SERIES = "reward entropy gap_log_mean gap_mean gap_last_mean blocked bad_updates ratio_max".split()
+SERIES += ["grad_norm"]
 OUT = Path(__file__).parent / "figures" / "study.jsonl"
 
 
@@ -108,11 +105,8 @@ def run(job):
     accuracy = [row["accuracy"] for row in rows if "accuracy" in row]  # before and after
     rows = [row for row in rows if "reward" in row]
     settings = dict(method=method, lr=lr, engine=engine, seed=seed, steps=steps, ended=ended)
-    return (
-        settings
-        | dict(accuracy=accuracy)
-        | {name: [round(row.get(name, 0.0), 5) for row in rows] for name in SERIES}
-    )
+    lists = {name: [round(row.get(name, 0.0), 5) for row in rows] for name in SERIES}
+    return settings | dict(accuracy=accuracy) | lists
 
 
 def main():
@@ -120,7 +114,7 @@ def main():
     everything = ",".join([*STABILITY, *BAD, *RELAXED, *TOP_K])
     parser.add_argument("--methods", default=everything, help='NAME or "NAME --flag value"')
     parser.add_argument("--lrs", default="3e-4,6e-4,1.2e-3", help="learning rates")
-    parser.add_argument("--engine", default="8-bit", choices=ENGINES)
+    parser.add_argument("--engine", default="5-bit", choices=ENGINES)
     parser.add_argument("--seeds", type=int, default=5, help="how many")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--processes", type=int, default=os.cpu_count())
@@ -136,9 +130,8 @@ def main():
     wanted = [(m, lr, args.engine, seed, args.steps) for m, lr, seed in order]
     jobs = [job for job in wanted if job not in known]
     print(f"{len(jobs)} runs to do, {len(wanted) - len(jobs)} in {args.out}", file=sys.stderr)
-    print(
-        f"{'method':<28}{'lr':>8}{'seed':>5}{'first 5':>9}{'best 5':>8}{'last 5':>8}{'|pi-mu|':>9}"
-    )
+    titles = f"{'first 5':>9}{'best 5':>8}{'last 5':>8}{'|pi-mu|':>9}"
+    print(f"{'method':<28}{'lr':>8}{'seed':>5}{titles}")
     mean = lambda part: sum(part) / max(1, len(part))
     spawn = dict(mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=8)
     with tempfile.TemporaryDirectory() as base:
