@@ -133,11 +133,11 @@ def main():
     titles = f"{'first 5':>9}{'best 5':>8}{'last 5':>8}{'|pi-mu|':>9}"
     print(f"{'method':<28}{'lr':>8}{'seed':>5}{titles}")
     mean = lambda part: sum(part) / max(1, len(part))
-    spawn = dict(mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=8)
+    spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as base:
         if jobs:
             solvable(Path(base))
-        with ProcessPoolExecutor(args.processes, **spawn) as pool:
+        with ProcessPoolExecutor(args.processes, spawn) as pool:
             started = [pool.submit(run, (job, f"{base}/toy-base")) for job in jobs]
             for row in (job.result() for job in as_completed(started)):
                 with open(args.out, "a") as file:

@@ -1,0 +1,144 @@
+"""Token by token: how engine and trainer differ at equal weights, and what each mask blocks.
+
+    python -m toy.tokens --label toy --steps 8 --lr 6e-4
+    python -m toy.tokens --label SmolLM2 --model DIR --max-prompt 256 --max-response 48 ...
+
+All flags but --label and --dtypes are those of dppo.py. A --model without a --dataset gets word
+problems of one addition, with worked examples before them, which a small chat model half solves.
+
+One line of JSON for each engine dtype (float32, bfloat16) with mu and pi of sampled tokens at equal
+weights, the paper's Figure 2; and one with what the last minibatch of each step holds just before
+its update: mu, pi, entropy, A, the token, and D_TV at K = 0, 1, 5, 20 and V. There mu is the
+trainer's law at the rollout's weights, which the whole vocabulary is known of.
+"""
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+import dppo
+
+OUT = Path(__file__).parent / "figures" / "tokens.jsonl"
+MOST = 4000  # tokens of a list
+
+
+STORIES = [
+    "{0} has {1} {3}. {0} buys {2} more. How many {3} does {0} have now?",
+    "There are {1} {3} on a table and {2} {3} in a box. How many {3} are there in all?",
+    "{0} sold {1} {3} on Monday and {2} on Tuesday. How many {3} did {0} sell?",
+    "{0} needs {1} {3} for the school and {2} {3} at home. How many {3} does {0} need?",
+]
+WORKED = [
+    ("Ann has 12 pens. Ann buys 5 more. How many pens does Ann have now?", (12, 5)),
+    ("Ben sold 8 books on Monday and 13 on Tuesday. How many books did Ben sell?", (8, 13)),
+]
+
+
+def word_problems(n, seed=0):
+    """Chats as rows of dppo.py's GSM8K shape."""
+    draw, names, things = random.Random(seed), "Tom Eva Sam Mia".split(), "apples cups keys".split()
+    shots = []
+    for question, (a, b) in WORKED:
+        answer = f"First there are {a}, then {b} more, so {a} + {b} = {a + b}.\nAnswer: {a + b}"
+        shots += [dict(role="user", content=question), dict(role="assistant", content=answer)]
+    for _ in range(n):
+        a, b = draw.randint(5, 60), draw.randint(5, 39)
+        question = draw.choice(STORIES).format(draw.choice(names), a, b, draw.choice(things))
+        yield dict(question=[*shots, dict(role="user", content=question)], answer=str(a + b))
+
+
+def short(x):
+    return [float(f"{value:.4g}") for value in x.tolist()]
+
+
+def equal_weights(run, label, dtype):
+    """mu of the engine and pi of the trainer, of one rollout's tokens (N,)."""
+    chosen = dppo.problems_of(run.problems, 0, run.args)
+    samples, _ = dppo.rollout(run, chosen, run.args.group_size, run.args.seed)
+    dppo.score(run.model, samples, run.args)
+    mu, pi = (dppo.flat(samples, name, "cpu")[:, 0].exp() for name in ("logmu", "old"))
+    gap, r = (pi - mu).abs(), pi / mu
+    differ = f"|pi-mu| mean {gap.mean():.2g}, largest {gap.max():.2g}"
+    print(f"{label}, {dtype}: {len(mu)} tokens, {differ}; r from {r.min():.4f} to {r.max():.4f}")
+    some = slice(None, None, len(mu) // MOST + 1)
+    return dict(kind="mismatch", label=label, dtype=dtype, mu=short(mu[some]), pi=short(pi[some]))
+
+
+@torch.no_grad()
+def law(run, samples):
+    """log pi over the whole vocabulary, sample after sample (N, V)."""
+    laws = []
+    for s in samples:
+        f = lambda hidden, weight: dppo.log_probs(hidden, weight, run.args.temperature)
+        with dppo.autocast():
+            laws.append(run.model.at_head([s], f).cpu())
+    return torch.cat(laws)
+
+
+def last_minibatches(run, label, Ks=(0, 1, 5, 20)):
+    """Train on all minibatches; at each step look at the last one before its update."""
+    args, found, G = run.args, [], run.args.group_size
+    for step in range(args.steps):
+        chosen = dppo.problems_of(run.problems, step, args)
+        samples, R = dppo.rollout(run, chosen, G, dppo.seed_of(args, "rollout", step))
+        for s, A in zip(samples, dppo.group_advantages(R, G).tolist()):
+            s.A = A
+        cuts = [len(chosen) * i // args.minibatches * G for i in range(args.minibatches + 1)]
+        last = [s for s in samples[cuts[-2] :] if s.A != 0]
+        before = law(run, last) if last else None
+        for a, b in zip(cuts, cuts[1:]):
+            if b == cuts[-1] and last:
+                found.append(compare(last, before, law(run, last), Ks))
+            dppo.update(run.model, run.optimizer, samples[a:b], run.method, args)
+        print(f"{label}: step {step}, reward {R.mean():.3f}, {len(last)} samples", file=sys.stderr)
+    joined = {name: sum((f[name] for f in found), []) for name in found[0]}
+    joined["token"] = run.tokenizer.convert_ids_to_tokens(joined["token"])
+    return dict(kind="masks", label=label, method=args.method, Ks=[*Ks, "V"]) | joined
+
+
+def compare(samples, logmu, logpi, Ks):
+    """Laws (N, V) -> what one line of JSON holds of each token, as lists."""
+    y = dppo.flat(samples, "y_ids", "cpu")[:, :1]
+    A = torch.cat([torch.full((len(s.y_ids),), s.A) for s in samples])
+    mu, pi = logmu.exp(), logpi.exp()
+    row = dict(A=short(A), token=y[:, 0].tolist(), entropy=short(-(mu * logmu).sum(-1)))
+    row |= dict(mu=short(mu.gather(-1, y)[:, 0]), pi=short(pi.gather(-1, y)[:, 0]))
+    for K in Ks:
+        top = logmu.topk(min(K, logmu.shape[-1]))
+        y_ids, seen = dppo.slots(y, logmu.gather(-1, y), top.indices, top.values)
+        p, q = seen.exp(), logpi.gather(-1, y_ids).masked_fill(seen == -dppo.INF, -dppo.INF).exp()
+        rest = torch.minimum(dppo.with_rest(p)[:, -1], dppo.with_rest(q)[:, -1])
+        row |= {f"tv_{K}": short(dppo.tv(p, q)), f"rest_{K}": short(rest)}
+        row |= {f"kl_{K}": short(dppo.kl(p, q))}
+    row |= dict(tv_V=short((mu - pi).abs().sum(-1) / 2), rest_V=[0.0] * len(y))
+    return row | dict(kl_V=short((mu * (logmu - logpi)).sum(-1)))
+
+
+def main():
+    parser = argparse.ArgumentParser("python -m toy.tokens", allow_abbrev=False)
+    parser.add_argument("--label", required=True, help="names the model in the figures")
+    parser.add_argument("--dtypes", default="float32,bfloat16", help="engines to compare")
+    mine, flags = parser.parse_known_args()
+    if "--model" in flags and "--dataset" not in flags:
+        file = Path(tempfile.mkdtemp(), "word_problems.jsonl")
+        file.write_text("".join(json.dumps(row) + "\n" for row in word_problems(300)))
+        flags += ["--dataset", str(file)]
+    rows = [json.loads(line) for line in open(OUT)] if OUT.exists() else []
+    rows = [row for row in rows if row["label"] != mine.label]
+    for dtype in mine.dtypes.split(","):
+        run = dppo.start(dppo.parse_args([*flags, "--engine-dtype", dtype]), dppo.Signals())
+        rows.append(equal_weights(run, mine.label, dtype))
+        if dtype == "float32":
+            rows.append(last_minibatches(run, mine.label))
+        run.grader.close()
+        run.claimed.close()
+    OUT.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+if __name__ == "__main__":
+    main()
