@@ -1,21 +1,28 @@
-"""Draw the figures of toy/figures/ from the data beside them.
+"""Draw the figures of toy/figures/ from the data beside them, and print their numbers.
 
-python -m toy.figures                needs matplotlib (tests/requirements.txt)
+    python -m toy.figures                needs matplotlib (tests/requirements.txt)
+
+study.jsonl comes from `python -m toy.study`, tokens.jsonl from `python -m toy.tokens`.
 """
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
+import torch
+
+import dppo
+
 HERE = Path(__file__).parent / "figures"
+DELTA = dppo.METHODS["dppo-binary-tv"].delta[0]
 
 
 def mean(values):
-    return sum(values) / len(values)
+    return sum(values) / max(1, len(values))
 
 
 def final(row):
-    """Mean reward of the last 5 steps; of a run that was stopped, of its last."""
+    """Mean reward of the last 5 steps."""
     return mean(row["reward"][-5:])
 
 
@@ -25,48 +32,185 @@ def smooth(values, n=5):
 
 def band(axis, x, runs, **style):
     """The mean over seeds as a line, from the lowest to the highest seed as a band."""
-    columns = [*zip(*runs)]
-    (line,) = axis.plot(x, [mean(c) for c in columns], **style)
+    length = min(map(len, runs))
+    columns = [*zip(*(run[:length] for run in runs))]
+    (line,) = axis.plot(x[:length], [mean(c) for c in columns], **style)
     low, high = [min(c) for c in columns], [max(c) for c in columns]
-    axis.fill_between(x, low, high, color=line.get_color(), alpha=0.15, lw=0)
+    axis.fill_between(x[:length], low, high, color=line.get_color(), alpha=0.12, lw=0)
 
 
-def stability(rows):
-    """Reward at the end against the learning rate, and over the steps at each learning rate."""
-    from matplotlib import pyplot as plt
-
-    lrs = sorted({row["lr"] for row in rows})
-    methods = [*dict.fromkeys(row["method"] for row in sorted(rows, key=lambda r: -final(r)))]
-    seeds = len({row["seed"] for row in rows})
-    figure, axes = plt.subplots(1, 1 + len(lrs), figsize=(4 * (1 + len(lrs)), 4), sharey=True)
-    by = defaultdict(list)
+def by_method(rows, methods):
+    """{method: its rows}, in the order given, for those that are there."""
+    found = defaultdict(list)
     for row in rows:
-        by[row["method"], row["lr"]].append(row)
-    for i, method in enumerate(methods):
-        style = dict(color=f"C{i}", label=method)
-        columns = [[final(row) for row in by[method, lr]] for lr in lrs]
-        band(axes[0], lrs, [*zip(*columns)], marker="o", **style)
-        for axis, lr in zip(axes[1:], lrs):
-            runs = [smooth(row["reward"]) for row in by[method, lr]]
-            length = min(map(len, runs))
-            band(axis, range(length), [run[:length] for run in runs], **style)
-            axis.set(title=f"learning rate {lr:g}", xlabel="step (mean of 5)")
-    axes[0].set(xscale="log", xlabel="learning rate", ylabel="training reward")
-    axes[0].set(title=f"last 5 steps; band: {seeds} seeds", xticks=lrs)
-    axes[0].set_xticks(lrs, [f"{lr:g}" for lr in lrs], minor=False)
+        found[row["method"]].append(row)
+    return {method: found[method] for method in methods if found[method]}
+
+
+def table(title, rows, methods, columns):
+    """One line a method: mean over seeds (lowest to highest) of each column."""
+    print(f"\n{title}")
+    for method, runs in by_method(rows, methods).items():
+        print(f"  {method:<28}", end="")
+        for name, value in columns.items():
+            found = [value(row) for row in runs]
+            print(f"{name} {mean(found):.3f} ({min(found):.3f} to {max(found):.3f})", end="  ")
+        print(f"seeds: {len(runs)}")
+
+
+def curves(axes, rows, methods, series):
+    """series over the steps, one axis each."""
+    steps = range(max(row["steps"] for row in rows))
+    for axis, name in zip(axes, series):
+        for method, runs in by_method(rows, methods).items():
+            band(axis, steps, [smooth(row[name]) for row in runs], label=method)
+        axis.set(xlabel="step (mean of 5)", title=series[name])
+    axes[0].legend(fontsize=7)
+
+
+def stability(plt, study, tokens):
+    """Training reward against the learning rate, and the mismatch over the steps."""
+    from toy.study import STABILITY
+
+    lrs = sorted({row["lr"] for row in study})
+    figure, axes = plt.subplots(1, 3, figsize=(16, 4.5))
+    for method, runs in by_method(study, STABILITY).items():
+        ends = defaultdict(list)
+        for row in runs:
+            ends[row["seed"]].append((row["lr"], final(row)))
+        complete = [sorted(e) for e in ends.values() if len(e) == len(lrs)]
+        band(axes[0], lrs, [[end for _, end in e] for e in complete], marker="o", label=method)
+    axes[0].set(xscale="log", xlabel="learning rate", title="training reward, last 5 steps")
+    axes[0].set_xticks(lrs, [f"{lr:g}" for lr in lrs])
     axes[0].minorticks_off()
     axes[0].legend(fontsize=7)
-    figure.tight_layout()
+    middle = [row for row in study if row["lr"] == lrs[len(lrs) // 2]]
+    named = dict(reward=f"training reward at {middle[0]['lr']:g}")
+    named |= dict(gap_mean="mismatch, mean |pi - mu| at equal weights")
+    curves(axes[1:], middle, STABILITY, named)
+    for lr in lrs:
+        some = [row for row in study if row["lr"] == lr]
+        columns = dict(reward=final, mismatch=lambda row: mean(row["gap_mean"][-5:]))
+        table(f"stability, learning rate {lr:g}: last 5 steps", some, STABILITY, columns)
     return figure
+
+
+def others(name, methods, series):
+    """A figure of `series` over the steps for `methods`, at the learning rate that they have."""
+
+    def draw(plt, study, tokens):
+        lrs = set.intersection(*({r["lr"] for r in study if r["method"] == m} for m in methods))
+        rows = [row for row in study if row["lr"] == min(lrs)]
+        figure, axes = plt.subplots(1, len(series), figsize=(5.3 * len(series), 4.5))
+        curves(axes, rows, methods, series)
+        columns = {key: lambda row, key=key: mean(row[key][-5:]) for key in series}
+        table(f"{name}, learning rate {min(lrs):g}: last 5 steps", rows, methods, columns)
+        return figure
+
+    return draw
+
+
+def mismatch(plt, study, tokens):
+    """The paper's Figure 2: ratio and difference against mu, at equal weights."""
+    rows = [row for row in tokens if row["kind"] == "mismatch"]
+    figure, axes = plt.subplots(2, len(rows), figsize=(4.2 * len(rows), 7), squeeze=False)
+    for row, column in zip(rows, axes.T):
+        mu, change = (torch.tensor(row[name]) for name in ("mu", "change"))
+        column[0].plot(mu, change / mu, ".", ms=2)
+        column[1].plot(mu, change.abs(), ".", ms=2, color="C1")
+        column[0].set(xscale="log", title=f"{row['label']}, vLLM {row['dtype']}", ylabel="r - 1")
+        column[1].set(xscale="log", xlabel="mu(y_t)", ylabel="|pi - mu|")
+        print(
+            f"\nmismatch, {row['label']}, vLLM {row['dtype']}: mean |r - 1|, mean |pi - mu| by mu"
+        )
+        edges = [0, 1e-3, 1e-2, 0.1, 0.5, 0.9, 1.01]
+        for low, high in zip(edges, edges[1:]):
+            at = (mu >= low) & (mu < high)
+            if at.any():
+                r, D = (change / mu).abs()[at].mean(), change.abs()[at].mean()
+                print(f"  {low:>6g} to {min(1, high):<6g}{at.sum():>6} tokens  {r:.1e}  {D:.1e}")
+    return figure
+
+
+def masks(plt, study, tokens):
+    """What the ratio clip and the TV mask block, token by token, and what K changes."""
+    rows = [row for row in tokens if row["kind"] == "masks"]
+    figure, axes = plt.subplots(1, 2 * len(rows), figsize=(5.3 * 2 * len(rows), 4.5))
+    for i, row in enumerate(rows):
+        A, mu, pi = (torch.tensor(row[name]) for name in ("A", "mu", "pi"))
+        data = A, mu[:, None], pi[:, None]
+        clip, binary = (~dppo.keep_mask(*data, dppo.METHODS[m]) for m in ("grpo", "dppo-binary-tv"))
+        axis, entropy = axes[2 * i], torch.tensor(row["entropy"])
+        for at, text in [
+            (~clip & ~binary, "kept by both"),
+            (clip & ~binary, "blocked by the clip only"),
+            (~clip & binary, "blocked by the TV only"),
+            (clip & binary, "blocked by both"),
+        ]:
+            axis.plot(mu[at], (pi - mu).abs()[at], ".", ms=3, label=f"{text}: {at.sum()}")
+            if at.any():
+                tell = f"mean mu {mu[at].mean():.3f}, mean entropy {entropy[at].mean():.2f}"
+                most = Counter(t for t, a in zip(row["token"], at.tolist()) if a).most_common(8)
+                print(f"masks, {row['label']}, {text}: {at.sum()} tokens, {tell}; {most}")
+        axis.set(xscale="log", xlabel="mu(y_t)", ylabel="|pi - mu|", title=row["label"])
+        axis.legend(fontsize=7)
+        away = A.sign() * (pi - mu) > 0
+        exact, Ks = torch.tensor(row["tv_V"]) > DELTA, row["Ks"]
+        differ, certain = [], []
+        for K in Ks:
+            D, rest = torch.tensor(row[f"tv_{K}"]), torch.tensor(row[f"rest_{K}"])
+            differ.append((away & ((D > DELTA) != exact)).float().mean().item())
+            certain.append((~away | (D > DELTA) | (D + rest <= DELTA)).float().mean().item())
+        blocked = (away & exact).float().mean()
+        print(f"masks, {row['label']}: the exact TV blocks {blocked:.2%} of {len(A)} tokens")
+        for K, d, c in zip(Ks, differ, certain):
+            print(f"  K = {K}: another decision for {d:.2%}; certified for {c:.2%}")
+        axis, x = axes[2 * i + 1], range(len(Ks))
+        axis.plot(x, differ, "o-", label="decision differs from the exact TV's")
+        axis.plot(x, [1 - c for c in certain], "s--", label="decision not certified")
+        axis.axhline(blocked, color="gray", lw=0.8, label="blocked by the exact TV")
+        axis.set_xticks(x, [str(K) for K in Ks])
+        axis.set(xlabel="K", ylabel="share of tokens", title=f"{row['label']}: binary or top-K")
+        axis.legend(fontsize=7)
+    return figure
+
+
+REWARD = dict(reward="training reward")
+FIGURES = dict(
+    stability=stability,
+    bad_updates=others(
+        "bad updates",
+        ["pg-is", "mask-0.5", "mask-0.8", "mask-0.5-recompute", "dppo-binary-tv"],
+        REWARD | dict(bad_updates="bad updates (A < 0, mu - pi >= 0.5)"),
+    ),
+    efficiency=others(
+        "efficiency",
+        ["grpo", "grpo-relax-low", "grpo-relax-high", "grpo-relax-both", "dppo-binary-tv"],
+        REWARD | dict(entropy="entropy in nats", blocked="share of blocked tokens"),
+    ),
+    top_k=others(
+        "top-K",
+        ["dppo-binary-tv", *(f"dppo-binary-tv --top-k {K}" for K in (1, 5, 14))],
+        REWARD | dict(blocked="share of blocked tokens"),
+    ),
+    mismatch=mismatch,
+    masks=masks,
+)
 
 
 def main():
     import matplotlib
 
     matplotlib.use("Agg")
-    for name, draw in dict(stability=stability).items():
-        rows = [json.loads(line) for line in open(HERE / "study.jsonl")]
-        draw(rows).savefig(HERE / f"{name}.png", dpi=110)
+    from matplotlib import pyplot as plt
+
+    study, tokens = (
+        [json.loads(line) for line in open(HERE / f"{name}.jsonl")] for name in ("study", "tokens")
+    )
+    for name, draw in FIGURES.items():
+        figure = draw(plt, study, tokens)
+        figure.tight_layout()
+        figure.savefig(HERE / f"{name}.png", dpi=100)
         print(HERE / f"{name}.png")
 
 

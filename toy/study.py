@@ -105,7 +105,7 @@ def run(job):
     accuracy = [row["accuracy"] for row in rows if "accuracy" in row]  # before and after
     rows = [row for row in rows if "reward" in row]
     settings = dict(method=method, lr=lr, engine=engine, seed=seed, steps=steps, ended=ended)
-    lists = {name: [round(row.get(name, 0.0), 5) for row in rows] for name in SERIES}
+    lists = {name: [float(f"{row.get(name, 0.0):.3g}") for row in rows] for name in SERIES}
     return settings | dict(accuracy=accuracy) | lists
 
 
@@ -113,7 +113,7 @@ def main():
     parser = argparse.ArgumentParser("python -m toy.study")
     everything = ",".join([*STABILITY, *BAD, *RELAXED, *TOP_K])
     parser.add_argument("--methods", default=everything, help='NAME or "NAME --flag value"')
-    parser.add_argument("--lrs", default="3e-4,6e-4,1.2e-3", help="learning rates")
+    parser.add_argument("--lrs", default="3e-4,6e-4,8.5e-4", help="learning rates")
     parser.add_argument("--engine", default="5-bit", choices=ENGINES)
     parser.add_argument("--seeds", type=int, default=5, help="how many")
     parser.add_argument("--steps", type=int, default=100)

@@ -24,7 +24,7 @@ import torch
 import dppo
 
 OUT = Path(__file__).parent / "figures" / "tokens.jsonl"
-MOST = 4000  # tokens of a list
+MOST = 3000  # tokens of a list
 
 
 STORIES = [
@@ -34,8 +34,8 @@ STORIES = [
     "{0} needs {1} {3} for the school and {2} {3} at home. How many {3} does {0} need?",
 ]
 WORKED = [
-    ("Ann has 12 pens. Ann buys 5 more. How many pens does Ann have now?", (12, 5)),
-    ("Ben sold 8 books on Monday and 13 on Tuesday. How many books did Ben sell?", (8, 13)),
+    ("Ann has 2 pens. Ann buys 5 more. How many pens does Ann have now?", (2, 5)),
+    ("Ben sold 8 books on Monday and 6 on Tuesday. How many books did Ben sell?", (8, 6)),
 ]
 
 
@@ -47,13 +47,13 @@ def word_problems(n, seed=0):
         answer = f"First there are {a}, then {b} more, so {a} + {b} = {a + b}.\nAnswer: {a + b}"
         shots += [dict(role="user", content=question), dict(role="assistant", content=answer)]
     for _ in range(n):
-        a, b = draw.randint(5, 60), draw.randint(5, 39)
+        a, b = draw.randint(2, 9), draw.randint(2, 9)
         question = draw.choice(STORIES).format(draw.choice(names), a, b, draw.choice(things))
         yield dict(question=[*shots, dict(role="user", content=question)], answer=str(a + b))
 
 
 def short(x):
-    return [float(f"{value:.4g}") for value in x.tolist()]
+    return [float(f"{value:.3g}") for value in x.tolist()]
 
 
 def equal_weights(run, label, dtype):
@@ -62,11 +62,13 @@ def equal_weights(run, label, dtype):
     samples, _ = dppo.rollout(run, chosen, run.args.group_size, run.args.seed)
     dppo.score(run.model, samples, run.args)
     mu, pi = (dppo.flat(samples, name, "cpu")[:, 0].exp() for name in ("logmu", "old"))
+    mu, pi = mu.double(), pi.double()
     gap, r = (pi - mu).abs(), pi / mu
     differ = f"|pi-mu| mean {gap.mean():.2g}, largest {gap.max():.2g}"
     print(f"{label}, {dtype}: {len(mu)} tokens, {differ}; r from {r.min():.4f} to {r.max():.4f}")
     some = slice(None, None, len(mu) // MOST + 1)
-    return dict(kind="mismatch", label=label, dtype=dtype, mu=short(mu[some]), pi=short(pi[some]))
+    data = dict(mu=short(mu[some]), change=short((pi - mu)[some]))  # pi itself would be rounded
+    return dict(kind="mismatch", label=label, dtype=dtype) | data
 
 
 @torch.no_grad()
@@ -97,6 +99,7 @@ def last_minibatches(run, label, Ks=(0, 1, 5, 20)):
             dppo.update(run.model, run.optimizer, samples[a:b], run.method, args)
         print(f"{label}: step {step}, reward {R.mean():.3f}, {len(last)} samples", file=sys.stderr)
     joined = {name: sum((f[name] for f in found), []) for name in found[0]}
+    joined = {name: x[:: len(x) // MOST + 1] for name, x in joined.items()}
     joined["token"] = run.tokenizer.convert_ids_to_tokens(joined["token"])
     return dict(kind="masks", label=label, method=args.method, Ks=[*Ks, "V"]) | joined
 
@@ -114,9 +117,7 @@ def compare(samples, logmu, logpi, Ks):
         p, q = seen.exp(), logpi.gather(-1, y_ids).masked_fill(seen == -dppo.INF, -dppo.INF).exp()
         rest = torch.minimum(dppo.with_rest(p)[:, -1], dppo.with_rest(q)[:, -1])
         row |= {f"tv_{K}": short(dppo.tv(p, q)), f"rest_{K}": short(rest)}
-        row |= {f"kl_{K}": short(dppo.kl(p, q))}
-    row |= dict(tv_V=short((mu - pi).abs().sum(-1) / 2), rest_V=[0.0] * len(y))
-    return row | dict(kl_V=short((mu * (logmu - logpi)).sum(-1)))
+    return row | dict(tv_V=short((mu - pi).abs().sum(-1) / 2), rest_V=[0.0] * len(y))
 
 
 def main():
