@@ -1,7 +1,7 @@
 """The paper's comparison in small: dppo.py itself, on the toy model, for many methods and seeds.
 
     python -m toy.study --methods dppo-binary-tv,pg-is --seeds 1 --steps 20      minutes
-    python -m toy.study                                                          all of it: hours
+    python -m toy.study --out toy/figures/study.jsonl       all of it, into the figures' data: hours
 
 Each run is dppo.main(), with one thing changed: the engine samples from weights that differ from
 the trainer's, as --engine says. A run that is in --out already is not repeated, so the study can be
@@ -34,7 +34,6 @@ RELAXED = "grpo-relax-low grpo-relax-high grpo-relax-both".split()
 TOP_K = [f"dppo-binary-tv --top-k {K}" for K in (1, 5, 14)]  # 14: the whole vocabulary
 SERIES = "reward entropy gap_log_mean gap_mean gap_last_mean blocked bad_updates ratio_max".split()
 SERIES += ["grad_norm"]
-OUT = Path(__file__).parent / "figures" / "study.jsonl"
 
 
 class Quantised(dppo.HfEngine):
@@ -118,11 +117,12 @@ def main():
     parser.add_argument("--seeds", type=int, default=5, help="how many")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--processes", type=int, default=os.cpu_count())
-    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--out", type=Path, default=Path("runs/study.jsonl"))
     args = parser.parse_args()
     methods, lrs = args.methods.split(","), [*map(float, args.lrs.split(","))]
     if unknown := {method.split()[0] for method in methods} - {*dppo.METHODS}:
         dppo.die(f"--methods {', '.join(unknown)}: choose from {', '.join(dppo.METHODS)}")
+    args.out.parent.mkdir(parents=True, exist_ok=True)
     name = ("method", "lr", "engine", "seed", "steps")
     rows = [json.loads(line) for line in open(args.out)] if args.out.exists() else []
     known = {tuple(row[key] for key in name) for row in rows}

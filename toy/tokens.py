@@ -3,7 +3,7 @@
     python -m toy.tokens --label toy --steps 8 --lr 6e-4
     python -m toy.tokens --label SmolLM2 --model DIR --max-prompt 256 --max-response 48 ...
 
-All flags but --label and --dtypes are those of dppo.py. A --model without a --dataset gets word
+All flags but --label, --dtypes and --out are those of dppo.py. A --model without a --dataset gets word
 problems of one addition, with worked examples before them, which a small chat model half solves.
 
 One line of JSON for each engine dtype (float32, bfloat16) with mu and pi of sampled tokens at equal
@@ -23,7 +23,6 @@ import torch
 
 import dppo
 
-OUT = Path(__file__).parent / "figures" / "tokens.jsonl"
 MOST = 3000  # tokens of a list
 
 
@@ -122,14 +121,18 @@ def compare(samples, logmu, logpi, Ks):
 
 def main():
     parser = argparse.ArgumentParser("python -m toy.tokens", allow_abbrev=False)
-    parser.add_argument("--label", required=True, help="names the model in the figures")
+    parser.add_argument(
+        "--label", required=True, help="names the model; replaces its lines in --out"
+    )
     parser.add_argument("--dtypes", default="float32,bfloat16", help="engines to compare")
+    parser.add_argument("--out", type=Path, default=Path("runs/tokens.jsonl"))
     mine, flags = parser.parse_known_args()
+    mine.out.parent.mkdir(parents=True, exist_ok=True)
     if "--model" in flags and "--dataset" not in flags:
         file = Path(tempfile.mkdtemp(), "word_problems.jsonl")
         file.write_text("".join(json.dumps(row) + "\n" for row in word_problems(300)))
         flags += ["--dataset", str(file)]
-    rows = [json.loads(line) for line in open(OUT)] if OUT.exists() else []
+    rows = [json.loads(line) for line in open(mine.out)] if mine.out.exists() else []
     rows = [row for row in rows if row["label"] != mine.label]
     for dtype in mine.dtypes.split(","):
         run = dppo.start(dppo.parse_args([*flags, "--engine-dtype", dtype]), dppo.Signals())
@@ -138,7 +141,7 @@ def main():
             rows.append(last_minibatches(run, mine.label))
         run.grader.close()
         run.claimed.close()
-    OUT.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    mine.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 if __name__ == "__main__":
