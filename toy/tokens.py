@@ -3,8 +3,8 @@
     python -m toy.tokens --label toy --steps 8 --lr 6e-4
     python -m toy.tokens --label SmolLM2 --model DIR --max-prompt 256 --max-response 48 ...
 
-All flags but --label, --dtypes and --out are those of dppo.py. A --model without a --dataset gets word
-problems of one addition, with worked examples before them, which a small chat model half solves.
+All flags but --label, --dtypes and --out are those of dppo.py. A --model without a --dataset gets
+word problems of one addition, with worked examples before them: a small chat model solves some.
 
 One line of JSON for each engine dtype (float32, bfloat16) with mu and pi of sampled tokens at equal
 weights, the paper's Figure 2; and one with what the last minibatch of each step holds just before
