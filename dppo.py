@@ -222,7 +222,7 @@ def config_of(resume):
     try:
         runs = [Path(resume)] if resume else Path("runs").glob("*/step-*")
         out = max(runs, key=os.path.getmtime)
-        out = out.parent if re.fullmatch(r"step-\d+", out.name) else out  # a checkpoint of it
+        out = out.parent if out.name.startswith("step-") else out  # a checkpoint, even a broken one
         config = json.loads((out / "config.json").read_text())
         anew = {"resume", "out", "trust_remote_code", "allow_pickle"}  # never from a file
         names = [f.name for f in fields(Args) if f.name in config and f.name not in anew]

@@ -1,7 +1,9 @@
 """A run that goes on is the same run."""
 
 import json
+import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -162,6 +164,18 @@ def test_alone_it_takes_the_newest_run(copy, capsys, tmp_path, monkeypatch):
     shutil.move(copy, tmp_path / "runs" / "mine")
     dppo.main(["--resume", "--steps", "3"])
     assert "from runs/mine/step-000003" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["step-000004.partial", "step-000003.unreadable"])
+def test_the_newest_run_is_found_after_a_crash_in_its_save(copy, tmp_path, monkeypatch, name):
+    """What a killed save leaves is newer than every checkpoint, and holds the model's config."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    run = Path(shutil.move(copy, tmp_path / "runs" / "mine"))
+    shutil.copytree(run / "step-000003", run / name)
+    os.utime(run / name, (2e9, 2e9))
+    assert dppo.config_of("")[0] == str(Path("runs", "mine"))
+    assert dppo.config_of(str(run / name))[0] == str(run)
 
 
 def test_a_torn_log_is_mended(copy):
