@@ -19,7 +19,7 @@ Statements and proofs are in theory.md; `theory.md#...` names the block that a l
     y_t          y_ids[:, 0]    (N, 1+K)  slot 0 is y_t, the other slots TopK(mu) without y_t
     mu           mu, logmu      (N, 1+K)  the engine's law, recorded as it samples, never recomputed
     pi           pi, logpi      (N, 1+K)  the trainer's law; only log pi(y_t) carries a gradient
-    pi_theta'    old            (N, 1+K)  the trainer's law at the rollout's weights
+    pi_theta'    old            (N, 1+K)  the log of the trainer's law at the rollout's weights
     R, A         R, A           (N,)      of the whole response (R is the reward, r the ratio)
     D, delta, M  D, delta, keep (N,)      keep is M as a bool
 
@@ -63,7 +63,6 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import torch
 from torch import Tensor, distributed
 
-INF = math.inf
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 AUTO_DTYPE, HEAD_CHUNK = ("bfloat16", 1024) if DEVICE == "cuda" else ("float32", 128)
 DAPO = "BytedTsinghua-SIA/DAPO-Math-17k"
@@ -74,7 +73,7 @@ RANK = int(os.environ["RANK"]) if WORLD > 1 else 0
 DTYPES, AGGS = ["auto", "float32", "bfloat16"], ["constant", "token-mean"]
 # what the problems of a run and their order come from: a resumed run reads them back
 FIXED = "model dataset prompt_column answer_column instruction solve_rate max_prompt".split()
-FIXED += ["prompts_per_step"]
+FIXED += ["prompts_per_step", "seed"]
 
 # ------------------------------------------------------------------------------- configuration
 
@@ -176,6 +175,8 @@ def parse_args(argv=None) -> Args:
         parser.add_argument("--" + f.name.replace("_", "-"), **kwargs)
     given, saved = parser.parse_args(argv), {}
     if given.resume is not None:
+        if given.out:
+            die("--out cannot change on --resume: the run goes on in its own directory")
         out, saved = config_of(given.resume)
         parser.set_defaults(**saved)  # the command line wins
     elif not given.model:
@@ -320,8 +321,8 @@ UNDONE = re.compile(r"\d[\s)}\]]*([-+*/×·÷]|\\(times|cdot|div))[\s({\[]*\d")
 
 
 def final_answer(text):
-    """The last complete \\boxed{...} or what follows the last "Answer:" or "####" on its line,
-    whichever comes last; one word alone is an answer too; "" if there is none."""
+    """The last complete \\boxed{...}, or the line after the last "Answer:" or "####" (the next with
+    text), whichever comes last; one word alone is an answer too; "" if there is none."""
     found = MARKED.findall(text)  # pairs, of which one half is empty
     answer = "".join(found[-1]) if found else text if len(text.split()) == 1 else ""
     answer = re.split(r"(?i)answer\s*:", answer)[-1]  # "#### Final answer: 4"
@@ -534,7 +535,8 @@ class HfEngine:
         if WORLD > 1:  # the trainer's own module has a part of the weights only
             from transformers import AutoModelForCausalLM
 
-            self.model = AutoModelForCausalLM.from_config(model.config).to(DEVICE)
+            trust = dict(trust_remote_code=self.args.trust_remote_code)
+            self.model = AutoModelForCausalLM.from_config(model.config, **trust).to(DEVICE)
             self.model.load_state_dict({name: full(w) for name, w in model.state_dict().items()})
 
     def generate(self, prompts, n, seed):
@@ -548,6 +550,7 @@ class HfEngine:
     @torch.no_grad()
     def generate_part(self, prompts, n, seed):
         rows, P = [ids for ids in prompts for _ in range(n)], max(map(len, prompts))
+        # a stream of numbers a prompt, drawn for all its n rows until the last has ended
         draws = [torch.Generator(DEVICE).manual_seed(seed + n * i) for i in range(len(prompts))]
         pad = lambda row, value: [0] * (P - len(row)) + value  # on the left: all end together
         ids = torch.tensor([pad(row, row) for row in rows], device=DEVICE)  # (B, P)
@@ -573,6 +576,8 @@ class HfEngine:
 
 
 # === ALGORITHM === from rewards to the loss: pure functions, all that another trainer needs =======
+INF = math.inf
+
 # ---------------------------------------------------------------------------------- advantages
 
 
@@ -599,7 +604,7 @@ def group_advantages(rewards, group_size, normalize_std=False):
 # ---------------------------------------------------------------------------------- divergence
 # Each distance takes the probabilities (..., 1+K) of an anchor (mu, or pi_theta') and of pi on the
 # same tokens, slot 0 = y_t, and returns (...). Pooling all other tokens into one outcome can only
-# lower TV and KL, so each is a lower bound of the full divergence. theory.md#coarsening
+# lower TV and KL, so tv and kl bound the full divergence from below. theory.md#coarsening
 
 RESOLUTION = 1e-7  # of a float32 softmax beside 1: a smaller 1 - sum(p) is rounding
 
@@ -637,7 +642,7 @@ class Method:
     delta: tuple = (INF, INF)  # radius for (A < 0, A > 0); inf: that side is never blocked
     top_k: int = 0  # K
     anchor: str = "rollout"  # mu; or "recomputed": pi_theta', one more forward a rollout
-    floor: tuple = (0.0, 0.0)  # tokens with a smaller anchor probability are never blocked
+    floor: tuple = (0.0, 0.0)  # likewise; where the anchor is below, a token is never blocked
     cap: float = math.exp(20)  # C; e^20 only keeps the exponential finite
     far: Callable = torch.gt  # D > delta; the minimal masks block D = delta as well
 
@@ -800,8 +805,8 @@ def at_head(model, samples, f):
 
 
 def micro_batches(samples, tokens):
-    """Samples of similar length, at most `tokens` padded tokens together. Longest first: if the
-    memory is too small, the first forward of the run says so."""
+    """Samples of similar length, at most `tokens` padded tokens together. Longest first: what is
+    too large for the memory fails at once."""
     batch, length = [], lambda s: len(s.prompt) + len(s.y_ids)
     for s in sorted(samples, key=length, reverse=True):
         if batch and length(batch[0]) * (len(batch) + 1) > tokens:
@@ -855,7 +860,8 @@ def update(model, optimizer, samples, method, args):
     batches = [*micro_batches([s for s in samples if s.A != 0], args.micro_batch_tokens)]
     seen = []
     for batch, counts in shares(batches):
-        # fully_shard() averages over the ranks; a forward that only keeps company weighs 1 / inf
+        # fully_shard() averages over the ranks; a forward that is made only because other ranks
+        # make one weighs 1 / inf = 0
         share = denominator / WORLD if counts else INF
         y_ids, logmu = flat(batch, "y_ids"), flat(batch, "logmu")  # (N, 1+K)
         anchor = (flat(batch, "old") if method.anchor == "recomputed" else logmu).exp()
@@ -1014,7 +1020,7 @@ def train_step(run, samples, R):
         s.A = advantage
 
     # 2. pi_theta' at the rollout's weights: of all samples if the method is anchored there, else
-    #    of 16, which is enough to see that engine and trainer agree
+    #    of some 16, which is enough to see that engine and trainer agree
     all_of_them = run.method.anchor == "recomputed"
     fresh = samples[:: 1 if all_of_them else max(1, len(samples) // 16)]
     score(run.model, fresh, args)
@@ -1031,7 +1037,8 @@ def train_step(run, samples, R):
     run.step += 1
     run.stages.enter("record")
 
-    row = metrics(samples, R, fresh, gap, seen, G) | dict(grader_timeouts=run.grader.timeouts)
+    timeouts = sum(gather([run.grader.timeouts]))
+    row = metrics(samples, R, fresh, gap, seen, G) | dict(grader_timeouts=timeouts)
     row |= dict(tokens_per_s=row["length"] * len(samples) / sum(run.stages.values()))
     return row | {f"s_{stage}": seconds for stage, seconds in run.stages.items()}
 
@@ -1260,8 +1267,6 @@ def load_model(args, config, eos):
 
 
 def load_engine(args, eos, K):
-    if args.engine == "hf" and args.engine_dtype not in ("auto", AUTO_DTYPE):
-        die(f"--engine hf samples in the trainer's {AUTO_DTYPE}: leave out --engine-dtype")
     if args.engine != "hf":
         try:
             return VllmEngine(args, eos, K)
@@ -1269,6 +1274,8 @@ def load_engine(args, eos, K):
             if args.engine == "vllm" or not isinstance(error, ImportError) and DEVICE == "cuda":
                 die(f"vLLM does not start: {error} (see README.md, or use --engine hf)", 1)
             say(f"vLLM does not run here ({error}): sampling with plain PyTorch (--engine hf)")
+    if args.engine_dtype not in ("auto", AUTO_DTYPE):
+        die(f"--engine hf samples in the trainer's {AUTO_DTYPE}: leave out --engine-dtype")
     return HfEngine(args, eos, K)
 
 
@@ -1282,6 +1289,8 @@ def report(args, method, config, tokenizer, eos, problems, out):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
     except ValueError as error:
         die(f"--model {args.model} is no causal language model: {error}")
+    if WORLD > 1 and not hasattr(model.base_model, "layers"):
+        die(f"{args.model} has no list of layers to cut up over ranks: run it in one process")
     N, row = sum(p.numel() for p in model.parameters()), METHODS[args.method]
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     chat = "chat template" if tokenizer.chat_template else "no chat template: plain text prompts"
@@ -1296,7 +1305,7 @@ def report(args, method, config, tokenizer, eos, problems, out):
         (any(old < INF and not old / 3 <= new <= old * 3 for new, old in radii),
          f"delta {method.delta} is far from the row's {row.delta}: distances differ in scale"),
         (args.minibatches == 1 and min(method.delta) < INF,
-         "with --minibatches 1 D is only the mismatch, so the mask cannot fire"),
+         "with --minibatches 1 D is only the mismatch, so the mask hardly fires"),
         (args.temperature != 1, "at a temperature other than 1, mu is not the model's own law"),
         (len(problems) < P, f"{len(problems)} prompts for --prompts-per-step {P}: some repeat"),
         (free < needed, f"{free:.1f} GB are free in {out}; checkpoints take {needed:.1f} at most"),
@@ -1348,7 +1357,7 @@ def start(args, signals):
             group.update(lr=args.lr, weight_decay=args.weight_decay)
     if tracker:
         tracker.init(project="dppo", name=out.name, config=flags)
-    if RANK == 0:  # now that nothing can fail: a failed start leaves no flags behind
+    if RANK == 0:  # now that engine and model stand: a failed start leaves no flags behind
         with whole(out / "config.json") as new:
             new.write_text(json.dumps(flags, indent=1))
     return Run(

@@ -1,6 +1,9 @@
 """Advantages, distances, masks and the loss: hand-computed values and independent slow loops."""
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -340,3 +343,27 @@ def test_head_loss_equals_autograd_on_full_logits(name, chunk):
         assert torch.allclose(a, b, rtol=1e-4, atol=1e-5)
     if name not in ("pg-is", "cispo", "mask-0.8", "mask-0.5", "mask-0.5-recompute"):
         assert 0 < torch.cat(kept).double().mean() < 1
+
+
+def test_the_algorithm_stands_alone():
+    """What stands between the rules runs with the imports that README.md names and no others."""
+    source = Path(dppo.__file__).read_text()
+    block = source[source.index("# === ALGORITHM") : source.index("# === end of ALGORITHM")]
+    names = dict(math=math, torch=torch, Callable=Callable, dataclass=dataclass, __name__="dppo")
+    exec(block, names)
+    assert {*names["METHODS"]} == {*METHODS}
+    A, mu, pi = (
+        torch.tensor([1.0, -1.0]),
+        torch.tensor([[0.5], [0.5]]),
+        torch.tensor([[0.7], [0.3]]),
+    )
+    assert not names["keep_mask"](A, mu, pi, names["METHODS"]["dppo-binary-tv"]).any()
+    logpi = pi[:, 0].log().requires_grad_()
+    names["policy_loss"](
+        logpi, mu[:, 0].log(), A, torch.tensor([True, False]), 10.0
+    ).sum().backward()
+    assert torch.allclose(logpi.grad, torch.tensor([-1.4, 0.0]))
+    hidden, weight = torch.randn(3, 4, requires_grad=True), torch.randn(6, 4, requires_grad=True)
+    y = torch.tensor([[0], [3], [5]])
+    names["HeadLoss"].apply(hidden, weight, y, 1.0, 2, lambda logp, rows: -logp[:, 0]).backward()
+    assert hidden.grad.norm() > 0

@@ -3,6 +3,7 @@
 import importlib.util
 import math
 import os
+import sys
 
 import pytest
 import torch
@@ -210,3 +211,15 @@ def test_vllm_ignores_the_models_own_sampling_settings(models, tmp_path, environ
     assert dppo.check_engine(samples, exact=True).max() < 1e-4
     lasts = {s.y_ids[-1, 0].item() for s in samples if s.stopped}
     assert lasts == {EOS, 5} and max(len(s.y_ids) for s in samples) > 3
+
+
+def test_no_engine_dtype_is_lost_when_vllm_is_not_there(models, monkeypatch, capsys):
+    """--engine auto falls back to the trainer's own module, which has the trainer's dtype only."""
+    monkeypatch.setitem(sys.modules, "vllm", None)  # an import that fails, as if not installed
+    args = dppo.parse_args(["--model", models("tied"), "--engine-dtype", "bfloat16"])
+    with pytest.raises(SystemExit) as stop:
+        dppo.load_engine(args, [0], 0)
+    assert stop.value.code == 2 and "leave out --engine-dtype" in capsys.readouterr().err
+    assert isinstance(
+        dppo.load_engine(dppo.replace(args, engine_dtype="auto"), [0], 0), dppo.HfEngine
+    )

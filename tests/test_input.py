@@ -273,7 +273,7 @@ def test_the_report_comes_before_the_long_work(toy, monkeypatch, capsys, tmp_pat
     [
         ("--method dppo-binary-kl --delta 0.2", "far from the row's (0.05, 0.05)"),
         ("--delta 0.01", "far from the row's (0.15, 0.15)"),
-        ("--minibatches 1", "the mask cannot fire"),
+        ("--minibatches 1", "the mask hardly fires"),
         ("--temperature 0.7", "not the model's own law"),
         ("--prompts-per-step 2000", "some repeat"),
         ("--keep 100000000", "GB are free"),

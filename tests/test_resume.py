@@ -90,6 +90,11 @@ def test_the_problems_of_a_run_and_their_order_stay(copy, capsys, tmp_path):
     assert "--dataset cannot change from" in said and rows in said
     said = refused(capsys, "--resume", str(copy), "--prompts-per-step", "8")
     assert "--prompts-per-step cannot change from 16 to 8" in said
+    assert "--seed cannot change from 0 to 1" in refused(
+        capsys, "--resume", str(copy), "--seed", "1"
+    )
+    out = str(tmp_path / "elsewhere")
+    assert "--out cannot change" in refused(capsys, "--resume", str(copy), "--out", out)
 
 
 def test_flags_of_a_resume_that_fails_do_not_stay(copy, monkeypatch):
