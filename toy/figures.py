@@ -12,9 +12,12 @@ from pathlib import Path
 import torch
 
 import dppo
+from toy.study import BAD, DPPO, RELAXED, STABILITY, TOP_K
 
 HERE = Path(__file__).parent / "figures"
 DELTA = dppo.METHODS["dppo-binary-tv"].delta[0]
+
+ENGINES = "vllm-bf16 5-bit 4-bit".split()  # in the order of their mismatch
 
 
 def mean(values):
@@ -39,6 +42,12 @@ def band(axis, x, runs, **style):
     axis.fill_between(x[:length], low, high, color=line.get_color(), alpha=0.12, lw=0)
 
 
+def pick(study, lr=6e-4, engine="5-bit", steps=100):
+    """The rows of one condition; lr=None: at every learning rate."""
+    rows = [row for row in study if (row["engine"], row["steps"]) == (engine, steps)]
+    return [row for row in rows if lr in (None, row["lr"])]
+
+
 def by_method(rows, methods):
     """{method: its rows}, in the order given, for those that are there."""
     found = defaultdict(list)
@@ -54,7 +63,7 @@ def table(title, rows, methods, columns):
         print(f"  {method:<28}", end="")
         for name, value in columns.items():
             found = [value(row) for row in runs]
-            print(f"{name} {mean(found):.3f} ({min(found):.3f} to {max(found):.3f})", end="  ")
+            print(f"{name} {mean(found):.4f} ({min(found):.4f} to {max(found):.4f})", end="  ")
         print(f"seeds: {len(runs)}")
 
 
@@ -70,41 +79,64 @@ def curves(axes, rows, methods, series):
 
 def stability(plt, study, tokens):
     """Training reward against the learning rate, and the mismatch over the steps."""
-    from toy.study import STABILITY
-
-    lrs = sorted({row["lr"] for row in study})
+    rows = pick(study, lr=None)
+    lrs = sorted({row["lr"] for row in rows if row["method"] == STABILITY[0]})
     figure, axes = plt.subplots(1, 3, figsize=(16, 4.5))
-    for method, runs in by_method(study, STABILITY).items():
-        ends = defaultdict(list)
+    for method, runs in by_method(rows, STABILITY).items():
+        ends = defaultdict(dict)
         for row in runs:
-            ends[row["seed"]].append((row["lr"], final(row)))
-        complete = [sorted(e) for e in ends.values() if len(e) == len(lrs)]
-        band(axes[0], lrs, [[end for _, end in e] for e in complete], marker="o", label=method)
+            ends[row["seed"]][row["lr"]] = final(row)
+        complete = [[end[lr] for lr in lrs] for end in ends.values() if len(end) == len(lrs)]
+        band(axes[0], lrs, complete, marker="o", label=method)
     axes[0].set(xscale="log", xlabel="learning rate", title="training reward, last 5 steps")
     axes[0].set_xticks(lrs, [f"{lr:g}" for lr in lrs])
     axes[0].minorticks_off()
     axes[0].legend(fontsize=7)
-    middle = [row for row in study if row["lr"] == lrs[len(lrs) // 2]]
-    named = dict(reward=f"training reward at {middle[0]['lr']:g}")
-    named |= dict(gap_mean="mismatch, mean |pi - mu| at equal weights")
-    curves(axes[1:], middle, STABILITY, named)
+    named = dict(reward="training reward at 6e-4")
+    named |= dict(gap_mean="mismatch at 6e-4, mean |pi - mu| at equal weights")
+    curves(axes[1:], pick(study), STABILITY, named)
     for lr in lrs:
-        some = [row for row in study if row["lr"] == lr]
         columns = dict(reward=final, mismatch=lambda row: mean(row["gap_mean"][-5:]))
-        table(f"stability, learning rate {lr:g}: last 5 steps", some, STABILITY, columns)
+        table(f"stability, learning rate {lr:g}: last 5 steps", pick(study, lr), STABILITY, columns)
     return figure
 
 
-def others(name, methods, series):
-    """A figure of `series` over the steps for `methods`, at the learning rate that they have."""
+def engines(plt, study, tokens):
+    """Does a larger mismatch between engine and trainer tell the methods apart?"""
+    figure, axes = plt.subplots(1, 4, figsize=(21, 4.5))
+    ends, names = defaultdict(lambda: defaultdict(list)), []
+    for engine, axis in zip(ENGINES, axes[1:]):
+        rows = [row for row in pick(study, engine=engine) if row["method"] in STABILITY]
+        gap = mean([mean(row["gap_mean"]) for row in rows])
+        names.append(f"{engine}\n|pi - mu| = {gap:.4f}")
+        curves([axis], rows, STABILITY, dict(gap_mean=f"{engine}: mean |pi - mu|"))
+        for row in sorted(rows, key=lambda row: row["seed"]):
+            ends[row["method"]][engine].append(final(row))
+        columns = dict(reward=final, gap_of_first_20=lambda row: mean(row["gap_mean"][:20]))
+        columns |= dict(gap_of_last_20=lambda row: mean(row["gap_mean"][-20:]))
+        table(f"engine {engine}: reward of the last 5 steps, |pi - mu|", rows, STABILITY, columns)
+    for method in STABILITY:
+        runs = [*zip(*(ends[method][engine] for engine in ENGINES))]
+        band(axes[0], range(len(ENGINES)), runs, marker="o", label=method)
+    axes[0].set_xticks(range(len(ENGINES)), names)
+    axes[0].set(title="training reward at 6e-4, last 5 steps")
+    return figure
+
+
+def steps_to(row, target=0.9):
+    """Rollouts until the mean of 5 reaches the target; infinite if it does not."""
+    return next((i + 1 for i, R in enumerate(smooth(row["reward"])) if R >= target), dppo.INF)
+
+
+def others(name, methods, series, **condition):
+    """A figure of `series` over the steps for `methods`, in the condition of pick()."""
 
     def draw(plt, study, tokens):
-        lrs = set.intersection(*({r["lr"] for r in study if r["method"] == m} for m in methods))
-        rows = [row for row in study if row["lr"] == min(lrs)]
+        rows = pick(study, **condition)
         figure, axes = plt.subplots(1, len(series), figsize=(5.3 * len(series), 4.5))
         curves(axes, rows, methods, series)
         columns = {key: lambda row, key=key: mean(row[key][-5:]) for key in series}
-        table(f"{name}, learning rate {min(lrs):g}: last 5 steps", rows, methods, columns)
+        table(f"{name}: last 5 steps", rows, methods, columns | dict(steps_to_90=steps_to))
         return figure
 
     return draw
@@ -178,19 +210,22 @@ def masks(plt, study, tokens):
 REWARD = dict(reward="training reward")
 FIGURES = dict(
     stability=stability,
+    engines=engines,
     bad_updates=others(
         "bad updates",
-        ["pg-is", "mask-0.5", "mask-0.8", "mask-0.5-recompute", "dppo-binary-tv"],
+        ["pg-is", *BAD, "dppo-binary-tv"],
         REWARD | dict(bad_updates="bad updates (A < 0, mu - pi >= 0.5)"),
     ),
     efficiency=others(
         "efficiency",
-        ["grpo", "grpo-relax-low", "grpo-relax-high", "grpo-relax-both", "dppo-binary-tv"],
+        ["grpo", *RELAXED, *DPPO],
         REWARD | dict(entropy="entropy in nats", blocked="share of blocked tokens"),
+        lr=3e-4,
+        steps=200,
     ),
     top_k=others(
         "top-K",
-        ["dppo-binary-tv", *(f"dppo-binary-tv --top-k {K}" for K in (1, 5, 14))],
+        ["dppo-binary-tv", *TOP_K],
         REWARD | dict(blocked="share of blocked tokens"),
     ),
     mismatch=mismatch,
