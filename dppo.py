@@ -62,6 +62,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
 from torch import Tensor, distributed
+from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 AUTO_DTYPE, HEAD_CHUNK = ("bfloat16", 1024) if DEVICE == "cuda" else ("float32", 128)
@@ -78,9 +80,12 @@ FIXED += ["prompts_per_step", "seed"]
 # ------------------------------------------------------------------------------- configuration
 
 
-def flag(default, text, kind=None, **kwargs):
-    kind = kind or (str if default is None else type(default))
-    return field(default=default, metadata=dict(help=text, type=kind, **kwargs))
+def flag(default, text, **kwargs):
+    return field(default=default, metadata=dict(help=text, **kwargs))
+
+
+FLAG_TYPES = {bool: dict(action=argparse.BooleanOptionalAction)}
+FLAG_TYPES |= {tuple: dict(type=float, nargs=2, metavar=("LOW", "HIGH"))}
 
 
 @dataclass
@@ -96,7 +101,7 @@ class Args:
     eval_dataset: str = flag("", 'like --dataset, or "train": the training prompts; none: no eval')
     eval_every: int = flag(20, "steps between evaluations")
     eval_samples: int = flag(4, "samples a prompt in an evaluation, at the training temperature")
-    stop_at: float = flag(None, "stop at this evaluation accuracy", float)
+    stop_at: float = flag(None, "stop at this evaluation accuracy")
 
     engine: str = flag("auto", "auto: vllm if installed", choices=["auto", "vllm", "hf"])
     engine_dtype: str = flag("auto", "auto: bfloat16 on a GPU, else float32", choices=DTYPES)
@@ -108,11 +113,11 @@ class Args:
     max_response: int = flag(8192, "tokens, T (paper)")
 
     method: str = flag("dppo-binary-tv", "a row of METHODS (the paper's first choice)")
-    delta: float = flag(None, "radius for both signs of A; None: the row's", float)
-    delta_low: float = flag(None, "radius for A < 0", float)
-    delta_high: float = flag(None, "radius for A > 0", float)
-    top_k: int = flag(None, "K of the divergence (not of the sampling); 0 is Binary", int)
-    is_cap: float = flag(None, "C in min(r, C)", float)
+    delta: float = flag(None, "radius for both signs of A; None: the row's")
+    delta_low: float = flag(None, "radius for A < 0")
+    delta_high: float = flag(None, "radius for A > 0")
+    top_k: int = flag(None, "K of the divergence (not of the sampling); 0 is Binary")
+    is_cap: float = flag(None, "C in min(r, C)")
     normalize_std: bool = flag(False, "divide A by the group's standard deviation, as GRPO does")
     loss_agg: str = flag("constant", "sum / (sequences * max_response): paper", choices=AGGS)
 
@@ -125,9 +130,7 @@ class Args:
     head_chunk: int = flag(HEAD_CHUNK, "tokens whose logits exist at once (GPU: 1024); memory only")
     seed: int = flag(0, "with --engine hf on a CPU a run repeats exactly")
     out: str = flag("", "new directory for the run; default runs/METHOD-MODEL-TIME")
-    resume: str = flag(
-        None, "go on with the run in DIR, or the newest in runs/", nargs="?", const=""
-    )
+    resume: str = flag(None, "go on with this run, or the newest in runs/", nargs="?", const="")
     save_every: int = flag(20, "steps between checkpoints, of 12 bytes a parameter each")
     keep: int = flag(2, "how many checkpoints stay, the newest ones")
     tracker: str = flag("none", "log there too", choices=["none", "wandb", "trackio"])
@@ -148,8 +151,6 @@ def die(message, code=2) -> NoReturn:
 
 
 def say(message):
-    from tqdm import tqdm
-
     if RANK == 0:
         tqdm.write(one_line(message), file=sys.stderr)  # above the progress bar
 
@@ -166,13 +167,8 @@ def parse_args(argv=None) -> Args:
         "a truncated sampler is not the mu of the theory"
     )
     for f in fields(Args):
-        kwargs = dict(f.metadata, default=f.default)
-        if f.type is bool:
-            kwargs["action"] = argparse.BooleanOptionalAction
-            del kwargs["type"]
-        if f.type is tuple:
-            kwargs.update(type=float, nargs=2, metavar=("LOW", "HIGH"))
-        parser.add_argument("--" + f.name.replace("_", "-"), **kwargs)
+        kwargs = FLAG_TYPES.get(f.type, dict(type=f.type)) | f.metadata
+        parser.add_argument("--" + f.name.replace("_", "-"), default=f.default, **kwargs)
     given, saved = parser.parse_args(argv), {}
     if given.resume is not None:
         if given.out:
@@ -184,7 +180,6 @@ def parse_args(argv=None) -> Args:
 
         parser.set_defaults(**lm.SETTINGS)
     args = Args(**vars(parser.parse_args(argv)))
-    args.solve_rate = [*args.solve_rate]
     if saved:
         args.resume = args.out = out
     for name in saved:
@@ -342,18 +337,16 @@ class Grader:
     BATCH_SECONDS, MEAN_SECONDS = 60.0, 0.05  # and for n answers: the first + n * the second
 
     def __init__(self):
-        self.worker, self.deadline, self.timeouts = None, INF, 0
+        self.worker, self.timeouts = None, 0
 
     def __call__(self, texts, golds):
         """B texts and B gold answers -> R (B,)"""
-        self.deadline = time.monotonic() + self.BATCH_SECONDS + len(texts) * self.MEAN_SECONDS
+        deadline = time.monotonic() + self.BATCH_SECONDS + len(texts) * self.MEAN_SECONDS
         self.timeouts = 0
         pairs = zip(map(final_answer, texts), golds)
-        R = torch.tensor([float(self.same(*pair)) for pair in pairs])
-        self.deadline = INF
-        return R
+        return torch.tensor([float(self.same(*pair, deadline)) for pair in pairs])
 
-    def same(self, answer, gold):
+    def same(self, answer, gold, deadline=math.inf):
         if NUMBER.fullmatch(gold):
             answer = answer.rsplit("=")[-1].strip()  # "3 + 4 = 7" is 7
             if NUMBER.fullmatch(answer):
@@ -362,18 +355,16 @@ class Grader:
                 return False
         if not answer or len(answer) > self.CHARACTERS:
             return False
-        if time.monotonic() > self.deadline:
+        if time.monotonic() > deadline:
             self.timeouts += 1
             return False
         if self.worker is None:
             self.start()
-        try:
+        with suppress(OSError, EOFError):  # the worker is gone: out of memory, or killed
             self.pipe.send((answer, gold))
             if self.pipe.poll(self.SECONDS):
                 return self.pipe.recv()
             self.timeouts += 1
-        except (OSError, EOFError):  # the worker is gone: out of memory, or killed by somebody
-            pass
         self.close()
         return False
 
@@ -387,9 +378,8 @@ class Grader:
             self.pipe.send(("x", "x"))
             self.pipe.recv()  # the slow import is not the answer's fault
         except (OSError, EOFError):
-            raise Stop(
-                "the grader's process does not start (main() needs a __main__ guard)"
-            ) from None
+            why = "main() needs a __main__ guard"
+            raise Stop(f"the grader's process does not start ({why})") from None
 
     def close(self):
         if self.worker is not None:
@@ -563,7 +553,6 @@ class HfEngine:
                 out = self.model(ids, attention_mask=attend, position_ids=position, **more)
             cache = out.past_key_values
             logp = (out.logits[:, -1].float() / self.args.temperature).log_softmax(-1)  # (B, V)
-            finite("log mu", logp.amax(-1))
             race = [torch.empty_like(logp[:n]).exponential_(generator=draw) for draw in draws]
             y = (logp.exp() / torch.cat(race)).argmax(-1, keepdim=True)  # the first to arrive
             top = logp.topk(self.K)
@@ -787,12 +776,10 @@ def head_inputs(model, samples):
     Position t predicts token t + 1, so y_1 belongs to the last position of the prompt. Rows are
     padded on the right, where causal attention never looks; lengths say what counts, not ids.
     """
-    rows = [s.prompt + s.y_ids[:-1, 0].tolist() for s in samples]
-    ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)  # (B, L)
-    valid = torch.zeros_like(ids, dtype=torch.bool)
-    for i, (s, row) in enumerate(zip(samples, rows)):
-        ids[i, : len(row)] = torch.tensor(row)
-        valid[i, len(s.prompt) - 1 : len(row)] = True
+    rows = [torch.cat([torch.tensor(s.prompt), s.y_ids[:-1, 0]]) for s in samples]
+    ids = pad_sequence(rows, batch_first=True)  # (B, L)
+    ends = [torch.arange(len(row)) >= len(s.prompt) - 1 for s, row in zip(samples, rows)]
+    valid = pad_sequence(ends, batch_first=True)  # (B, L) bool
     states = model.base_model(input_ids=ids.to(DEVICE), use_cache=False).last_hidden_state
     hidden, weight = states[valid.to(DEVICE)], model.get_output_embeddings().weight
     dtype = torch.bfloat16 if torch.is_autocast_enabled(DEVICE) else hidden.dtype
@@ -836,7 +823,7 @@ def score(model, samples, args):
     for batch, counts in shares(batches):
         y_ids = flat(batch, "y_ids")
 
-        def logpi(hidden, weight, y_ids=y_ids):
+        def logpi(hidden, weight):
             some = lambda rows: log_probs(hidden[rows], weight, args.temperature)
             parts = chunks(len(hidden), args.head_chunk)
             return torch.cat([some(rows).gather(-1, y_ids[rows]) for rows in parts])
@@ -866,9 +853,10 @@ def update(model, optimizer, samples, method, args):
         y_ids, logmu = flat(batch, "y_ids"), flat(batch, "logmu")  # (N, 1+K)
         anchor = (flat(batch, "old") if method.anchor == "recomputed" else logmu).exp()
         A = torch.cat([torch.full((len(s.y_ids),), s.A) for s in batch]).to(DEVICE)  # (N,)
+        of_batch = logmu, anchor, A
 
-        def token_loss(logpi, rows, y=(logmu, anchor, A), counts=counts, share=share):
-            logmu, anchor, A = (x[rows] for x in y)  # logpi (n, 1+K)
+        def token_loss(logpi, rows):  # of the n tokens in `rows`: logpi (n, 1+K) -> (n,)
+            logmu, anchor, A = (x[rows] for x in of_batch)
             pi = finite("log pi", logpi.detach()).masked_fill(logmu == -INF, -INF).exp()
             D = finite("D", method.distance(anchor, pi))
             keep = keep_mask(A, anchor, pi, method)
@@ -879,7 +867,7 @@ def update(model, optimizer, samples, method, args):
 
         how = (y_ids, args.temperature, args.head_chunk, token_loss)
         with autocast():
-            loss = model.at_head(batch, lambda *head, how=how: HeadLoss.apply(*head, *how))
+            loss = model.at_head(batch, lambda *head: HeadLoss.apply(*head, *how))
         loss.backward()
     if not batches:
         return None
@@ -941,7 +929,7 @@ def problems_of(problems, step, args):
 
 
 def rollout(run, problems, n, seed):
-    """y ~ mu at the model's weights, and R(y) -> n samples a problem, side by side, and R (B,)."""
+    """y ~ mu at the model's weights, and R(y) -> n samples a problem, side by side."""
     run.stages.enter("push")
     run.stages.clear()
     run.engine.push(run.model)
@@ -958,8 +946,7 @@ def rollout(run, problems, n, seed):
     R = run.grader([s.text for s in samples], [s.problem.gold for s in samples])
     for s, reward in zip(samples, R.tolist()):
         s.R = reward
-    samples = gather(samples)
-    return samples, torch.tensor([s.R for s in samples])
+    return gather(samples)
 
 
 def check_engine(fresh, exact):
@@ -1005,16 +992,17 @@ def metrics(samples, R, fresh, gap, seen, group_size):
 def solve_rates(run, problems, n, seed):
     """Mean reward of n samples a problem (P,); a thousand problems at a time, for the memory."""
     parts = chunks(len(problems), 1024)
-    R = [rollout(run, problems[part], n, seed + n * part.start)[1] for part in parts]
-    return torch.cat(R).view(-1, n).mean(-1)
+    some = lambda part: rollout(run, problems[part], n, seed + n * part.start)
+    return torch.tensor([s.R for part in parts for s in some(part)]).view(-1, n).mean(-1)
 
 
-def train_step(run, samples, R):
+def train_step(run, samples):
     """Everything after the rollout -> its row of metrics."""
     args, G, n = run.args, run.args.group_size, run.args.minibatches
     run.stages.enter("score")
 
     # 1. advantages
+    R = torch.tensor([s.R for s in samples])  # (B,)
     A = group_advantages(R, G, args.normalize_std)
     for s, advantage in zip(samples, A.tolist()):
         s.A = advantage
@@ -1192,15 +1180,16 @@ def effective_method(args, vocabulary=INF):
     """The row of METHODS, with what the command line overrides."""
     if args.method not in METHODS:
         die(f"--method {args.method}: choose from {', '.join(METHODS)}")
-    row, first = METHODS[args.method], lambda *values: next(v for v in values if v is not None)
-    low = first(args.delta_low, args.delta, row.delta[0])
-    high = first(args.delta_high, args.delta, row.delta[1])
-    K = first(args.top_k, min(row.top_k, vocabulary))  # all tokens: the exact divergence
+    row = METHODS[args.method]
+    low = args.delta_low or args.delta or row.delta[0]
+    high = args.delta_high or args.delta or row.delta[1]
+    # a row's K ends at the vocabulary: all tokens, the exact divergence
+    K = min(row.top_k, vocabulary) if args.top_k is None else args.top_k
     if K and row.distance is ratio:
         die(f"--top-k: the distance of {args.method}, |r - 1|, looks at y_t only")
     if K > vocabulary:
         die(f"--top-k {K} exceeds the model's vocabulary of {vocabulary}")
-    return replace(row, delta=(low, high), top_k=K, cap=first(args.is_cap, row.cap))
+    return replace(row, delta=(low, high), top_k=K, cap=args.is_cap or row.cap)
 
 
 def load_tokenizer(args):
@@ -1382,8 +1371,6 @@ def keep_solvable(run):
 
 def train(run):
     """The loop, from run.step on: rollout, train, record, save -> the last row."""
-    from tqdm import tqdm
-
     args = run.args
     with tqdm(total=args.steps, initial=run.step, unit="step", disable=RANK > 0) as bar:
         while True:
@@ -1395,9 +1382,9 @@ def train(run):
             if step >= args.steps or row.get("accuracy", -1) >= (args.stop_at or INF):
                 return row
             chosen, seed = problems_of(run.problems, step, args), seed_of(args, "rollout", step)
-            samples, R = rollout(run, chosen, args.group_size, seed)
+            samples = rollout(run, chosen, args.group_size, seed)
             with run.signals:
-                row |= train_step(run, samples, R)
+                row |= train_step(run, samples)
                 record(run, row, samples[:: max(1, len(samples) // 3)][:3])
                 if run.step % args.save_every == 0:
                     save(run)

@@ -58,7 +58,7 @@ def short(x):
 def equal_weights(run, label, dtype):
     """mu of the engine and pi of the trainer, of one rollout's tokens (N,)."""
     chosen = dppo.problems_of(run.problems, 0, run.args)
-    samples, _ = dppo.rollout(run, chosen, run.args.group_size, run.args.seed)
+    samples = dppo.rollout(run, chosen, run.args.group_size, run.args.seed)
     dppo.score(run.model, samples, run.args)
     mu, pi = (dppo.flat(samples, name, "cpu")[:, 0].exp() for name in ("logmu", "old"))
     mu, pi = mu.double(), pi.double()
@@ -86,7 +86,8 @@ def last_minibatches(run, label, Ks=(0, 1, 5, 20)):
     args, found, G = run.args, [], run.args.group_size
     for step in range(args.steps):
         chosen = dppo.problems_of(run.problems, step, args)
-        samples, R = dppo.rollout(run, chosen, G, dppo.seed_of(args, "rollout", step))
+        samples = dppo.rollout(run, chosen, G, dppo.seed_of(args, "rollout", step))
+        R = torch.tensor([s.R for s in samples])
         for s, A in zip(samples, dppo.group_advantages(R, G).tolist()):
             s.A = A
         cuts = [len(chosen) * i // args.minibatches * G for i in range(args.minibatches + 1)]
