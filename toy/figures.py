@@ -33,10 +33,13 @@ def smooth(values, n=5):
     return [mean(values[max(0, i - n + 1) : i + 1]) for i in range(len(values))]
 
 
-def band(axis, x, runs, **style):
-    """The mean over seeds as a line, from the lowest to the highest seed as a band."""
+def band(axis, x, runs, method, **style):
+    """The mean over seeds as a line, dashed if the anchor is recomputed; a band from the lowest
+    seed to the highest."""
     length = min(map(len, runs))
     columns = [*zip(*(run[:length] for run in runs))]
+    dashed = dppo.METHODS[method.split()[0]].anchor == "recomputed"
+    style |= dict(label=method, ls="--" if dashed else "-")
     (line,) = axis.plot(x[:length], [mean(c) for c in columns], **style)
     low, high = [min(c) for c in columns], [max(c) for c in columns]
     axis.fill_between(x[:length], low, high, color=line.get_color(), alpha=0.12, lw=0)
@@ -72,13 +75,13 @@ def curves(axes, rows, methods, series):
     steps = range(max(row["steps"] for row in rows))
     for axis, name in zip(axes, series):
         for method, runs in by_method(rows, methods).items():
-            band(axis, steps, [smooth(row[name]) for row in runs], label=method)
+            band(axis, steps, [smooth(row[name]) for row in runs], method)
         axis.set(xlabel="step (mean of 5)", title=series[name])
     axes[0].legend(fontsize=7)
 
 
 def stability(plt, study, tokens):
-    """Training reward against the learning rate, and the mismatch over the steps."""
+    """Training reward against the learning rate, and over the steps of short and long runs."""
     rows = pick(study, lr=None)
     lrs = sorted({row["lr"] for row in rows if row["method"] == STABILITY[0]})
     figure, axes = plt.subplots(1, 3, figsize=(16, 4.5))
@@ -87,17 +90,18 @@ def stability(plt, study, tokens):
         for row in runs:
             ends[row["seed"]][row["lr"]] = final(row)
         complete = [[end[lr] for lr in lrs] for end in ends.values() if len(end) == len(lrs)]
-        band(axes[0], lrs, complete, marker="o", label=method)
+        band(axes[0], lrs, complete, method, marker="o")
     axes[0].set(xscale="log", xlabel="learning rate", title="training reward, last 5 steps")
     axes[0].set_xticks(lrs, [f"{lr:g}" for lr in lrs])
     axes[0].minorticks_off()
     axes[0].legend(fontsize=7)
-    named = dict(reward="training reward at 6e-4")
-    named |= dict(gap_mean="mismatch at 6e-4, mean |pi - mu| at equal weights")
-    curves(axes[1:], pick(study), STABILITY, named)
+    curves([axes[1]], pick(study), STABILITY, dict(reward="training reward at 6e-4"))
+    long = pick(study, 3e-4, steps=200)
+    curves([axes[2]], long, STABILITY, dict(reward="training reward at 3e-4, twice as long"))
+    columns = dict(reward=final, mismatch=lambda row: mean(row["gap_mean"][-5:]))
     for lr in lrs:
-        columns = dict(reward=final, mismatch=lambda row: mean(row["gap_mean"][-5:]))
         table(f"stability, learning rate {lr:g}: last 5 steps", pick(study, lr), STABILITY, columns)
+    table("stability, learning rate 3e-4, 200 steps: last 5 steps", long, STABILITY, columns)
     return figure
 
 
@@ -117,7 +121,7 @@ def engines(plt, study, tokens):
         table(f"engine {engine}: reward of the last 5 steps, |pi - mu|", rows, STABILITY, columns)
     for method in STABILITY:
         runs = [*zip(*(ends[method][engine] for engine in ENGINES))]
-        band(axes[0], range(len(ENGINES)), runs, marker="o", label=method)
+        band(axes[0], range(len(ENGINES)), runs, method, marker="o")
     axes[0].set_xticks(range(len(ENGINES)), names)
     axes[0].set(title="training reward at 6e-4, last 5 steps")
     return figure
@@ -136,7 +140,9 @@ def others(name, methods, series, **condition):
         figure, axes = plt.subplots(1, len(series), figsize=(5.3 * len(series), 4.5))
         curves(axes, rows, methods, series)
         columns = {key: lambda row, key=key: mean(row[key][-5:]) for key in series}
-        table(f"{name}: last 5 steps", rows, methods, columns | dict(steps_to_90=steps_to))
+        table(f"{name}: last 5 steps", rows, methods, columns)
+        for method, runs in by_method(rows, methods).items():
+            print(f"  {method:<28}steps to a reward of 0.9: {sorted(map(steps_to, runs))}")
         return figure
 
     return draw
