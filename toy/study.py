@@ -1,7 +1,9 @@
 """The paper's comparison in small: dppo.py itself, on the toy model, for many methods and seeds.
 
     python -m toy.study --methods dppo-binary-tv,pg-is --seeds 1 --steps 20      minutes
-    python -m toy.study --out toy/figures/study.jsonl       all of it, into the figures' data: hours
+    python -m toy.study --methods stability,relaxed --lrs 3e-4 --steps 200       an hour
+
+The commands of the committed data are in toy/README.md.
 
 Each run is dppo.main(), with one thing changed: the engine samples from weights that differ from
 the trainer's, as --engine says. A run that is in --out already is not repeated, so the study can be
@@ -32,6 +34,7 @@ STABILITY = DPPO + "grpo cispo pg-is minirl minirl-tis".split() + [m + "-recompu
 BAD = "mask-0.5 mask-0.8 mask-0.5-recompute".split()
 RELAXED = "grpo-relax-low grpo-relax-high grpo-relax-both".split()
 TOP_K = [f"dppo-binary-tv --top-k {K}" for K in (1, 5, 14)]  # 14: the whole vocabulary
+LISTS = {"stability": STABILITY, "bad": BAD, "relaxed": RELAXED, "top-k": TOP_K}
 SERIES = "reward entropy gap_log_mean gap_mean gap_last_mean blocked bad_updates ratio_max".split()
 SERIES += ["grad_norm"]
 
@@ -110,8 +113,8 @@ def run(job):
 
 def main():
     parser = argparse.ArgumentParser("python -m toy.study")
-    everything = ",".join([*STABILITY, *BAD, *RELAXED, *TOP_K])
-    parser.add_argument("--methods", default=everything, help='NAME or "NAME --flag value"')
+    text = f'comma-separated: NAME, "NAME --flag value", or one of {", ".join(LISTS)}'
+    parser.add_argument("--methods", default=",".join(LISTS), help=text)
     parser.add_argument("--lrs", default="3e-4,6e-4,8.5e-4", help="learning rates")
     parser.add_argument("--engine", default="5-bit", choices=ENGINES)
     parser.add_argument("--seeds", type=int, default=5, help="how many")
@@ -119,7 +122,8 @@ def main():
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     parser.add_argument("--out", type=Path, default=Path("runs/study.jsonl"))
     args = parser.parse_args()
-    methods, lrs = args.methods.split(","), [*map(float, args.lrs.split(","))]
+    methods = sum((LISTS.get(name, [name]) for name in args.methods.split(",")), [])
+    lrs = [*map(float, args.lrs.split(","))]
     if unknown := {method.split()[0] for method in methods} - {*dppo.METHODS}:
         dppo.die(f"--methods {', '.join(unknown)}: choose from {', '.join(dppo.METHODS)}")
     args.out.parent.mkdir(parents=True, exist_ok=True)
