@@ -9,6 +9,9 @@ Each run is dppo.main(), with one thing changed: the engine samples from weights
 the trainer's, as --engine says. A run that is in --out already is not repeated, so the study can be
 stopped at any time. A run is one line of JSON: its settings, and a list over the steps for each of
 SERIES. What dppo.py itself stops (a NaN, an engine too far off) ends its lists there.
+
+Machines whose processors round differently train different base models. A row therefore says how
+many `problems` its base model had to learn from, and runs of different counts are not one sample.
 """
 
 import argparse
@@ -37,6 +40,7 @@ TOP_K = [f"dppo-binary-tv --top-k {K}" for K in (1, 5, 14)]  # 14: the whole voc
 LISTS = {"stability": STABILITY, "bad": BAD, "relaxed": RELAXED, "top-k": TOP_K}
 SERIES = "reward entropy gap_log_mean gap_mean gap_last_mean blocked bad_updates ratio_max".split()
 SERIES += ["grad_norm"]
+RUN = "method lr engine seed steps problems".split()  # what tells one run from another
 
 
 class Quantised(dppo.HfEngine):
@@ -82,7 +86,7 @@ def call(*flags):
 
 def solvable(directory):
     """The toy model with those problems that it solves 20 % to 80 % of the time, by dppo.py's own
-    sanity test: once, for all runs."""
+    sanity test: once, for all runs. -> how many problems these are."""
     base, run = directory / "toy-base", directory / "first"
     lm.make(base)
     call("--out", run, "--steps", "1", "--engine", "hf", "--eval-samples", "1")
@@ -90,11 +94,12 @@ def solvable(directory):
     rows = [json.dumps(dict(prompt=p["text"], answer=p["gold"])) + "\n" for p in chosen]
     (base / "problems.jsonl").write_text("".join(rows))
     shutil.rmtree(run)
+    return len(chosen)
 
 
 def run(job):
     """One run -> its row. A function of the process pool."""
-    (method, lr, engine, seed, steps), base = job
+    (method, lr, engine, seed, steps, problems), base = job
     dppo.load_engine = ENGINES[engine]
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory) / "run"
@@ -106,9 +111,8 @@ def run(job):
         rows = [json.loads(line) for line in open(out / "metrics.jsonl")]
     accuracy = [row["accuracy"] for row in rows if "accuracy" in row]  # before and after
     rows = [row for row in rows if "reward" in row]
-    settings = dict(method=method, lr=lr, engine=engine, seed=seed, steps=steps, ended=ended)
-    lists = {name: [float(f"{row.get(name, 0.0):.3g}") for row in rows] for name in SERIES}
-    return settings | dict(accuracy=accuracy) | lists
+    settings = dict(zip(RUN, job[0])) | dict(ended=ended, accuracy=accuracy)
+    return settings | {k: [float(f"{row.get(k, 0.0):.3g}") for row in rows] for k in SERIES}
 
 
 def main():
@@ -127,20 +131,19 @@ def main():
     if unknown := {method.split()[0] for method in methods} - {*dppo.METHODS}:
         dppo.die(f"--methods {', '.join(unknown)}: choose from {', '.join(dppo.METHODS)}")
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    name = ("method", "lr", "engine", "seed", "steps")
     rows = [json.loads(line) for line in open(args.out)] if args.out.exists() else []
-    known = {tuple(row[key] for key in name) for row in rows}
+    known = {tuple(row[key] for key in RUN) for row in rows}
     order = [(m, lr, seed) for seed in range(args.seeds) for lr in lrs for m in methods]
-    wanted = [(m, lr, args.engine, seed, args.steps) for m, lr, seed in order]
-    jobs = [job for job in wanted if job not in known]
-    print(f"{len(jobs)} runs to do, {len(wanted) - len(jobs)} in {args.out}", file=sys.stderr)
     titles = f"{'first 5':>9}{'best 5':>8}{'last 5':>8}{'|pi-mu|':>9}"
-    print(f"{'method':<28}{'lr':>8}{'seed':>5}{titles}")
     mean = lambda part: sum(part) / max(1, len(part))
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as base:
-        if jobs:
-            solvable(Path(base))
+        problems = solvable(Path(base))
+        wanted = [(m, lr, args.engine, seed, args.steps, problems) for m, lr, seed in order]
+        jobs = [job for job in wanted if job not in known]
+        told = f"{len(jobs)} runs to do, {len(wanted) - len(jobs)} in {args.out}"
+        print(f"a base model with {problems} problems: {told}", file=sys.stderr)
+        print(f"{'method':<28}{'lr':>8}{'seed':>5}{titles}")
         with ProcessPoolExecutor(args.processes, spawn) as pool:
             started = [pool.submit(run, (job, f"{base}/toy-base")) for job in jobs]
             for row in (job.result() for job in as_completed(started)):
