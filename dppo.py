@@ -20,8 +20,10 @@ Statements and proofs are in theory.md; `theory.md#...` names the block that a l
     mu           mu, logmu      (N, 1+K)  the engine's law, recorded as it samples, never recomputed
     pi           pi, logpi      (N, 1+K)  the trainer's law; only log pi(y_t) carries a gradient
     pi_theta'    old            (N, 1+K)  the log of the trainer's law at the rollout's weights
-    R, A         R, A           (N,)      of the whole response (R is the reward, r the ratio)
-    D, delta, M  D, delta, keep (N,)      keep is M as a bool
+    R, A         R, A           (B,)      of a response, all its tokens share A; r is the ratio
+    D, M         D, keep        (N,)      keep is M as a bool
+    delta        delta          pair      radius for A < 0 and for A > 0
+    C            cap                      bounds the weight r; 10, or too large to matter
 
 N counts the response tokens of a batch one after the other, so there is no padding to mask. An
 absent slot (y_t stands among the top K already) has logmu = logpi = -inf. Binary is K = 0.
@@ -75,7 +77,7 @@ RANK = int(os.environ["RANK"]) if WORLD > 1 else 0
 DTYPES, AGGS = ["auto", "float32", "bfloat16"], ["constant", "token-mean"]
 # what the problems of a run and their order come from: a resumed run reads them back
 FIXED = "model dataset prompt_column answer_column instruction solve_rate max_prompt".split()
-FIXED += ["prompts_per_step", "seed"]
+FIXED += "solve_rate_samples prompts_per_step seed".split()
 
 # ------------------------------------------------------------------------------- configuration
 
@@ -98,7 +100,7 @@ class Args:
     instruction: str = flag(INSTRUCTION, "added to a plain-text question; chats bring their own")
     solve_rate: tuple = flag((0.0, 1.0), "keep the prompts that the model solves this often")
     solve_rate_samples: int = flag(16, "samples a prompt to estimate --solve-rate")
-    eval_dataset: str = flag("", 'like --dataset, or "train": the training prompts; none: no eval')
+    eval_dataset: str = flag("", 'like --dataset, or "train": the training prompts; empty: none')
     eval_every: int = flag(20, "steps between evaluations")
     eval_samples: int = flag(4, "samples a prompt in an evaluation, at the training temperature")
     stop_at: float = flag(None, "stop at this evaluation accuracy")
@@ -126,7 +128,7 @@ class Args:
     lr: float = flag(1e-6, "AdamW, constant (paper)")
     weight_decay: float = flag(0.0, "AdamW")
     max_grad_norm: float = flag(1.0, "gradient clipping")
-    micro_batch_tokens: int = flag(16384, "padded tokens a forward; memory only, never results")
+    micro_batch_tokens: int = flag(16384, "padded tokens a forward; memory only, not results")
     head_chunk: int = flag(HEAD_CHUNK, "tokens whose logits exist at once (GPU: 1024); memory only")
     seed: int = flag(0, "with --engine hf on a CPU a run repeats exactly")
     out: str = flag("", "new directory for the run; default runs/METHOD-MODEL-TIME")
@@ -222,6 +224,7 @@ def config_of(resume):
         config = json.loads((out / "config.json").read_text())
         anew = {"resume", "out", "trust_remote_code", "allow_pickle"}  # never from a file
         names = [f.name for f in fields(Args) if f.name in config and f.name not in anew]
+        # every config names its method: another program's file is a KeyError
         return str(out), {name: config[name] for name in names} | dict(method=config["method"])
     except (OSError, ValueError, TypeError, KeyError) as error:
         die(f"--resume: no run in {resume or 'runs/'} ({error})")
@@ -488,8 +491,8 @@ class VllmEngine:
     def generate(self, prompts, n, seed):
         """P prompts (lists of token ids) -> P * n samples, the n of a prompt side by side.
 
-        Each sample has a seed of its own, seed to seed + P * n - 1, so that what it draws does not
-        depend on the company that it is computed in.
+        Each sample has a seed of its own, seed to seed + P * n - 1 (vLLM counts on from a prompt's
+        first), so that what it draws does not depend on the company that it is computed in.
         """
         inputs = [dict(prompt_token_ids=ids) for ids in prompts]
         params = [self.params(n=n, seed=seed + n * i) for i in range(len(prompts))]
@@ -553,8 +556,8 @@ class HfEngine:
                 out = self.model(ids, attention_mask=attend, position_ids=position, **more)
             cache = out.past_key_values
             logp = (out.logits[:, -1].float() / self.args.temperature).log_softmax(-1)  # (B, V)
-            race = [torch.empty_like(logp[:n]).exponential_(generator=draw) for draw in draws]
-            y = (logp.exp() / torch.cat(race)).argmax(-1, keepdim=True)  # the first to arrive
+            clocks = [torch.empty_like(logp[:n]).exponential_(generator=draw) for draw in draws]
+            y = (logp.exp() / torch.cat(clocks)).argmax(-1, keepdim=True)  # first to ring: exact
             top = logp.topk(self.K)
             steps.append((*slots(y, logp.gather(-1, y), top.indices, top.values), alive))
             alive = alive & ~torch.isin(y[:, 0], self.eos.to(DEVICE))
@@ -631,7 +634,7 @@ class Method:
     delta: tuple = (INF, INF)  # radius for (A < 0, A > 0); inf: that side is never blocked
     top_k: int = 0  # K
     anchor: str = "rollout"  # mu; or "recomputed": pi_theta', one more forward a rollout
-    floor: tuple = (0.0, 0.0)  # likewise; where the anchor is below, a token is never blocked
+    floor: tuple = (0.0, 0.0)  # for (A < 0, A > 0); a token whose anchor is below is never blocked
     cap: float = math.exp(20)  # C; e^20 only keeps the exponential finite
     far: Callable = torch.gt  # D > delta; the minimal masks block D = delta as well
 
@@ -717,7 +720,7 @@ class HeadLoss(torch.autograd.Function):
             with torch.enable_grad():
                 loss = token_loss(logpi, rows).sum()
                 (g,) = torch.autograd.grad(loss, logpi)  # (n, 1+K)
-            softmax = logp.exp_()  # in place: the chunk's only (n, V) tensor
+            softmax = logp.exp_()  # in place: no other (n, V) tensor beside it
             d_logits = softmax.mul_(-g.sum(-1, keepdim=True)).scatter_add_(-1, y_ids[rows], g)
             d_logits = d_logits.to(weight.dtype)
             grad_hidden[rows] = d_logits @ weight / temperature
@@ -792,8 +795,8 @@ def at_head(model, samples, f):
 
 
 def micro_batches(samples, tokens):
-    """Samples of similar length, at most `tokens` padded tokens together. Longest first: what is
-    too large for the memory fails at once."""
+    """Samples of similar length, at most `tokens` padded tokens together (a longer one alone).
+    Longest first: what is too large for the memory fails at once."""
     batch, length = [], lambda s: len(s.prompt) + len(s.y_ids)
     for s in sorted(samples, key=length, reverse=True):
         if batch and length(batch[0]) * (len(batch) + 1) > tokens:
@@ -839,8 +842,8 @@ def score(model, samples, args):
 def update(model, optimizer, samples, method, args):
     """One optimizer step -> what the mask saw, flat (N,), or None if no group has anything to say.
 
-    One denominator for the whole minibatch, known before its first forward, so the gradient does
-    not depend on how the minibatch is cut. Groups that agree count in it and need no forward.
+    One denominator for the whole minibatch, known before its first forward, so the gradient is
+    the same however the minibatch is cut. Groups that agree count in it and need no forward.
     """
     tokens = sum(len(s.y_ids) for s in samples)
     denominator = tokens if args.loss_agg == "token-mean" else len(samples) * args.max_response
@@ -931,7 +934,7 @@ def problems_of(problems, step, args):
 def rollout(run, problems, n, seed):
     """y ~ mu at the model's weights, and R(y) -> n samples a problem, side by side."""
     run.stages.enter("push")
-    run.stages.clear()
+    run.stages.clear()  # the seconds of a row count from here
     run.engine.push(run.model)
     run.stages.enter("rollout")
     first, last = (len(problems) * rank // WORLD for rank in (RANK, RANK + 1))
@@ -1008,7 +1011,7 @@ def train_step(run, samples):
         s.A = advantage
 
     # 2. pi_theta' at the rollout's weights: of all samples if the method is anchored there, else
-    #    of some 16, which is enough to see that engine and trainer agree
+    #    of 16 to 31, which is enough to see that engine and trainer agree
     all_of_them = run.method.anchor == "recomputed"
     fresh = samples[:: 1 if all_of_them else max(1, len(samples) // 16)]
     score(run.model, fresh, args)
@@ -1283,7 +1286,7 @@ def report(args, method, config, tokenizer, eos, problems, out):
     N, row = sum(p.numel() for p in model.parameters()), METHODS[args.method]
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     chat = "chat template" if tokenizer.chat_template else "no chat template: plain text prompts"
-    source = "the paper's; C = 10: the authors' code" if method == row else "with overrides"
+    source = "unchanged" if method == row else "with overrides"
     say(f"{args.model}: {N:,} parameters in float32, tied head: {tied}, EOS {eos}, {chat}")
     say(f"--method {args.method}: {method.text()} ({source})")
     say(f"torch {torch.__version__}, transformers {__version__}, {DEVICE}, {AUTO_DTYPE} compute")
@@ -1324,7 +1327,7 @@ def start(args, signals):
     except ImportError:
         die(f"--tracker {args.tracker} is not installed: pip install {args.tracker}")
     if args.resume:
-        claimed = claim(out)
+        claimed = claim(out)  # before another process adds to what is read here
         args.model = str(gather([newest(out)] if RANK == 0 else [])[0])
         state = torch.load(Path(args.model, "trainer.pt"), "cpu", weights_only=True)
         say(f"--resume: from {args.model}")
@@ -1333,7 +1336,8 @@ def start(args, signals):
     load = lambda name: gather(load_problems(name, args, tokenizer, grader) if RANK == 0 else [])
     problems = [Problem(**p) for p in state.get("problems", ())] or load(args.dataset)
     held_out = load(args.eval_dataset) if args.eval_dataset not in ("", "train") else None
-    claimed = claimed if args.resume else claim(out)
+    if not args.resume:
+        claimed = claim(out)  # now that the input is known to be good
     report(args, method, config, tokenizer, eos, problems, out)
 
     engine = load_engine(args, eos, method.top_k)  # first: it measures the free memory

@@ -392,8 +392,9 @@ def test_every_bound_is_vacuous_for_a_long_response():
         m.penalty_expected(half, T * D),
     ]
     assert [float(round(x, 1)) for x in numbers] == [3019530.2, 4915.2, 2455.6, 1228.8, 1228.8]
-    # the sharp bound says something (is below the range of J) only for D below about 1/T
-    assert m.penalty_sharp(half, T, F(1, T)) < 1 < m.penalty_sharp(half, T, F(2, T))
+    # the sharp bound says something (is below the range of J) only for D below about 1.35/T
+    below, above = F(134, 100 * T), F(136, 100 * T)
+    assert m.penalty_sharp(half, T, below) < 1 < m.penalty_sharp(half, T, above)
 
 
 def test_random_instances_cover_what_the_identity_must_survive():

@@ -18,6 +18,7 @@ HERE = Path(__file__).parent / "figures"
 DELTA = dppo.METHODS["dppo-binary-tv"].delta[0]
 
 ENGINES = "vllm-bf16 5-bit 4-bit".split()  # in the order of their mismatch
+PROBLEMS, SECOND = 891, 870  # the base model of the figures; the one that repeats some of its runs
 
 
 def mean(values):
@@ -45,9 +46,15 @@ def band(axis, x, runs, method, **style):
     axis.fill_between(x[:length], low, high, color=line.get_color(), alpha=0.12, lw=0)
 
 
-def pick(study, lr=6e-4, engine="5-bit", steps=100):
+def fall(row):
+    """From the best mean of 5 steps to the last."""
+    return max(smooth(row["reward"])[4:]) - final(row)
+
+
+def pick(study, lr=6e-4, engine="5-bit", steps=100, problems=PROBLEMS):
     """The rows of one condition; lr=None: at every learning rate."""
-    rows = [row for row in study if (row["engine"], row["steps"]) == (engine, steps)]
+    rows = [row for row in study if row["problems"] == problems]
+    rows = [row for row in rows if (row["engine"], row["steps"]) == (engine, steps)]
     return [row for row in rows if lr in (None, row["lr"])]
 
 
@@ -98,7 +105,10 @@ def stability(plt, study, tokens):
     curves([axes[1]], pick(study), STABILITY, dict(reward="training reward at 6e-4"))
     long = pick(study, 3e-4, steps=200)
     curves([axes[2]], long, STABILITY, dict(reward="training reward at 3e-4, twice as long"))
-    columns = dict(reward=final, mismatch=lambda row: mean(row["gap_mean"][-5:]))
+    columns = dict(reward=final, fall=fall, blocked=lambda row: mean(row["blocked"]))
+    columns |= dict(r_over_10=lambda row: mean([r > 10 for r in row["ratio_max"]]))
+    first = [row["reward"][0] for row in pick(study, lrs[0]) if row["method"] == STABILITY[0]]
+    print(f"reward of the first rollout: {mean(first):.3f} ({min(first):.3f} to {max(first):.3f})")
     for lr in lrs:
         table(f"stability, learning rate {lr:g}: last 5 steps", pick(study, lr), STABILITY, columns)
     table("stability, learning rate 3e-4, 200 steps: last 5 steps", long, STABILITY, columns)
@@ -116,9 +126,16 @@ def engines(plt, study, tokens):
         curves([axis], rows, STABILITY, dict(gap_mean=f"{engine}: mean |pi - mu|"))
         for row in sorted(rows, key=lambda row: row["seed"]):
             ends[row["method"]][engine].append(final(row))
-        columns = dict(reward=final, gap_of_first_20=lambda row: mean(row["gap_mean"][:20]))
-        columns |= dict(gap_of_last_20=lambda row: mean(row["gap_mean"][-20:]))
+        columns, count = dict(reward=final), len(rows)
+        for name in ("gap_mean", "entropy"):
+            columns[f"{name}_of_first_20"] = lambda row, name=name: mean(row[name][:20])
+            columns[f"{name}_of_last_20"] = lambda row, name=name: mean(row[name][-20:])
         table(f"engine {engine}: reward of the last 5 steps, |pi - mu|", rows, STABILITY, columns)
+        for name in ("gap_mean", "entropy"):
+            ends_of = [(mean(row[name][:20]), mean(row[name][-20:])) for row in rows]
+            start, end = map(mean, zip(*ends_of))
+            grown = sum(last > first for first, last in ends_of)
+            print(f"  {name}: {start:.4f} to {end:.4f}, grows in {grown} of {count} runs")
     for method in STABILITY:
         runs = [*zip(*(ends[method][engine] for engine in ENGINES))]
         band(axes[0], range(len(ENGINES)), runs, method, marker="o")
@@ -141,11 +158,29 @@ def others(name, methods, series, **condition):
         curves(axes, rows, methods, series)
         columns = {key: lambda row, key=key: mean(row[key][-5:]) for key in series}
         table(f"{name}: last 5 steps", rows, methods, columns)
+        columns = {key: lambda row, key=key: mean(row[key]) for key in series}
+        table(f"{name}: the whole run", rows, methods, columns)
         for method, runs in by_method(rows, methods).items():
             print(f"  {method:<28}steps to a reward of 0.9: {sorted(map(steps_to, runs))}")
         return figure
 
     return draw
+
+
+def again(study):
+    """Final rewards of the conditions that the second base model repeats."""
+    repeated = {
+        tuple(row[k] for k in ("engine", "lr", "steps")): 1
+        for row in study
+        if row["problems"] == SECOND
+    }
+    for engine, lr, steps in repeated:
+        for problems in (PROBLEMS, SECOND):
+            rows = pick(study, lr, engine, steps, problems)
+            title = (
+                f"base model of {problems} problems, {engine}, {lr:g}, {steps} steps: last 5 steps"
+            )
+            table(title, rows, STABILITY, dict(reward=final))
 
 
 def mismatch(plt, study, tokens):
@@ -158,9 +193,9 @@ def mismatch(plt, study, tokens):
         column[1].plot(mu, change.abs(), ".", ms=2, color="C1")
         column[0].set(xscale="log", title=f"{row['label']}, vLLM {row['dtype']}", ylabel="r - 1")
         column[1].set(xscale="log", xlabel="mu(y_t)", ylabel="|pi - mu|")
-        print(
-            f"\nmismatch, {row['label']}, vLLM {row['dtype']}: mean |r - 1|, mean |pi - mu| by mu"
-        )
+        far = f"|pi - mu| {change.abs().mean():.1e} on average, at most {change.abs().max():.1e}"
+        print(f"\nmismatch, {row['label']}, vLLM {row['dtype']}: {far}")
+        print("  mu, and the means of |r - 1| and |pi - mu|:")
         edges = [0, 1e-3, 1e-2, 0.1, 0.5, 0.9, 1.01]
         for low, high in zip(edges, edges[1:]):
             at = (mu >= low) & (mu < high)
@@ -187,7 +222,9 @@ def masks(plt, study, tokens):
         ]:
             axis.plot(mu[at], (pi - mu).abs()[at], ".", ms=3, label=f"{text}: {at.sum()}")
             if at.any():
-                tell = f"mean mu {mu[at].mean():.3f}, mean entropy {entropy[at].mean():.2f}"
+                tell = f"mean mu {mu[at].mean():.3f}, {(mu[at] < 0.1).sum()} below 0.1, "
+                tell += f"mean |pi - mu| {(pi - mu).abs()[at].mean():.3f}, "
+                tell += f"mean entropy {entropy[at].mean():.2f}"
                 most = Counter(t for t, a in zip(row["token"], at.tolist()) if a).most_common(8)
                 print(f"masks, {row['label']}, {text}: {at.sum()} tokens, {tell}; {most}")
         axis.set(xscale="log", xlabel="mu(y_t)", ylabel="|pi - mu|", title=row["label"])
@@ -195,14 +232,19 @@ def masks(plt, study, tokens):
         away = A.sign() * (pi - mu) > 0
         exact, Ks = torch.tensor(row["tv_V"]) > DELTA, row["Ks"]
         differ, certain = [], []
-        for K in Ks:
-            D, rest = torch.tensor(row[f"tv_{K}"]), torch.tensor(row[f"rest_{K}"])
-            differ.append((away & ((D > DELTA) != exact)).float().mean().item())
-            certain.append((~away | (D > DELTA) | (D + rest <= DELTA)).float().mean().item())
         blocked = (away & exact).float().mean()
         print(f"masks, {row['label']}: the exact TV blocks {blocked:.2%} of {len(A)} tokens")
-        for K, d, c in zip(Ks, differ, certain):
-            print(f"  K = {K}: another decision for {d:.2%}; certified for {c:.2%}")
+        for K in Ks:
+            D, rest = torch.tensor(row[f"tv_{K}"]), torch.tensor(row[f"rest_{K}"])
+            missed = away & exact & ~(D > DELTA)
+            known = (D > DELTA) | (D + rest <= DELTA)
+            differ.append((away & ((D > DELTA) != exact)).float().mean().item())
+            certain.append((~away | known).float().mean().item())
+            print(
+                f"  K = {K}: misses {missed.sum()} of {(away & exact).sum()}, another decision for"
+            )
+            print(f"    {differ[-1]:.2%}; certified for {certain[-1]:.2%}", end=", ")
+            print(f"{known[away].float().mean():.2%} of those that move away")
         axis, x = axes[2 * i + 1], range(len(Ks))
         axis.plot(x, differ, "o-", label="decision differs from the exact TV's")
         axis.plot(x, [1 - c for c in certain], "s--", label="decision not certified")
@@ -248,6 +290,7 @@ def main():
     study, tokens = (
         [json.loads(line) for line in open(HERE / f"{name}.jsonl")] for name in ("study", "tokens")
     )
+    again(study)
     for name, draw in FIGURES.items():
         figure = draw(plt, study, tokens)
         figure.tight_layout()
