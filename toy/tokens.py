@@ -1,7 +1,7 @@
 """Token by token: how engine and trainer differ at equal weights, and what each mask blocks.
 
-    python -m toy.tokens --label toy --steps 8 --lr 6e-4
-    python -m toy.tokens --label SmolLM2 --model DIR --max-prompt 256 --max-response 48 ...
+    python -m toy.tokens --label toy --method grpo --lr 6e-4 --steps 8
+    python -m toy.tokens --label SmolLM2 --model DIR --lr 1e-5 ...        see toy/README.md
 
 All flags but --label, --dtypes and --out are those of dppo.py. A --model without a --dataset gets
 word problems of one addition, with worked examples before them: a small chat model solves some.
@@ -22,9 +22,6 @@ from pathlib import Path
 import torch
 
 import dppo
-
-MOST = 3000  # tokens of a list
-
 
 STORIES = [
     "{0} has {1} {3}. {0} buys {2} more. How many {3} does {0} have now?",
@@ -52,7 +49,7 @@ def word_problems(n, seed=0):
 
 
 def short(x):
-    return [float(f"{value:.3g}") for value in x.tolist()]
+    return [float(f"{value:.5g}") for value in x.tolist()]
 
 
 def equal_weights(run, label, dtype):
@@ -65,8 +62,7 @@ def equal_weights(run, label, dtype):
     gap, r = (pi - mu).abs(), pi / mu
     differ = f"|pi-mu| mean {gap.mean():.2g}, largest {gap.max():.2g}"
     print(f"{label}, {dtype}: {len(mu)} tokens, {differ}; r from {r.min():.4f} to {r.max():.4f}")
-    some = slice(None, None, len(mu) // MOST + 1)
-    data = dict(mu=short(mu[some]), change=short((pi - mu)[some]))  # pi itself would be rounded
+    data = dict(mu=short(mu), change=short(pi - mu))  # pi itself would be rounded
     return dict(kind="mismatch", label=label, dtype=dtype) | data
 
 
@@ -99,7 +95,6 @@ def last_minibatches(run, label, Ks=(0, 1, 5, 20)):
             dppo.update(run.model, run.optimizer, samples[a:b], run.method, args)
         print(f"{label}: step {step}, reward {R.mean():.3f}, {len(last)} samples", file=sys.stderr)
     joined = {name: sum((f[name] for f in found), []) for name in found[0]}
-    joined = {name: x[:: len(x) // MOST + 1] for name, x in joined.items()}
     joined["token"] = run.tokenizer.convert_ids_to_tokens(joined["token"])
     return dict(kind="masks", label=label, method=args.method, Ks=[*Ks, "V"]) | joined
 
