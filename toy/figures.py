@@ -213,7 +213,7 @@ def masks(plt, study, tokens):
         A, mu, pi = (torch.tensor(row[name]) for name in ("A", "mu", "pi"))
         data = A, mu[:, None], pi[:, None]
         clip, binary = (~dppo.keep_mask(*data, dppo.METHODS[m]) for m in ("grpo", "dppo-binary-tv"))
-        axis, entropy = axes[2 * i], torch.tensor(row["entropy"])
+        axis, entropy, TV = axes[2 * i], torch.tensor(row["entropy"]), torch.tensor(row["tv_V"])
         for at, text in [
             (~clip & ~binary, "kept by both"),
             (clip & ~binary, "blocked by the clip only"),
@@ -224,13 +224,14 @@ def masks(plt, study, tokens):
             if at.any():
                 tell = f"mean mu {mu[at].mean():.3f}, {(mu[at] < 0.1).sum()} below 0.1, "
                 tell += f"mean |pi - mu| {(pi - mu).abs()[at].mean():.3f}, "
-                tell += f"mean entropy {entropy[at].mean():.2f}"
+                tell += f"mean entropy {entropy[at].mean():.2f}, {(A[at] < 0).sum()} with A < 0, "
+                tell += f"exact TV {TV[at].mean():.3f}, {(TV[at] > DELTA).sum()} above {DELTA}"
                 most = Counter(t for t, a in zip(row["token"], at.tolist()) if a).most_common(8)
                 print(f"masks, {row['label']}, {text}: {at.sum()} tokens, {tell}; {most}")
         axis.set(xscale="log", xlabel="mu(y_t)", ylabel="|pi - mu|", title=row["label"])
         axis.legend(fontsize=7)
         away = A.sign() * (pi - mu) > 0
-        exact, Ks = torch.tensor(row["tv_V"]) > DELTA, row["Ks"]
+        exact, Ks = TV > DELTA, row["Ks"]
         differ, certain = [], []
         blocked = (away & exact).float().mean()
         print(f"masks, {row['label']}: the exact TV blocks {blocked:.2%} of {len(A)} tokens")
